@@ -76,7 +76,7 @@ class Replica:
         self.gpu_bytes: tuple[int, int] | None = None  # worker 0's allocated and reserved ones
         self.num_image_calls = 0  # waiting ones included
         self._drawing: dict[int, tuple[object, float]] = {}  # calls: their shape, when they began
-        self._known_shapes: set[object] = set()  # of calls that were answered
+        self._shape_s: dict[object, float] = {}  # seconds of the fastest answered call
         self._idle = asyncio.Condition()
         self._weights_lock = asyncio.Lock()  # one push or sleep at a time
 
@@ -150,27 +150,32 @@ class Replica:
             return await asyncio.to_thread(encode_groups, groups), engine_s
 
     def engine_silent_s(self) -> float:
-        """Return the seconds since the engine's last progress, 0 where it has nothing to do.
+        """Return for how long the engine has made no progress that it should have made.
 
-        Nor does it count while a call has a shape that no call before it had: that may compile.
+        It tells of forward passes alone, so a whole call's seconds are its own, for texts and
+        pixels. Nothing counts while a call has a shape that no call before it had: that may
+        compile. 0 where it has nothing to do.
         """
         shapes = {shape for shape, _ in self._drawing.values()}
-        if not shapes or not shapes <= self._known_shapes:
+        if not shapes or not shapes <= self._shape_s.keys():
             return 0.0
+        call_s = max(self._shape_s[shape] for shape in shapes)
         since_s = min(began_s for _, began_s in self._drawing.values())
         with suppress(OSError):  # not there before the first pass
             since_s = max(since_s, (self.private_folder / ALIVE_NAME).stat().st_mtime)
-        return max(0.0, time.time() - since_s)
+        return max(0.0, time.time() - since_s - call_s)
 
     @contextmanager
     def _in_engine(self, requests: Sequence[RolloutRequest]) -> Iterator[None]:
         """Note a call that the engine has, for engine_silent_s()."""
         shape = (requests[0].sampling, sum(len(request.sample_indices) for request in requests))
         key = id(requests)
-        self._drawing[key] = (shape, time.time())
+        began_s = time.time()
+        self._drawing[key] = (shape, began_s)
         try:
             yield
-            self._known_shapes.add(shape)
+            seconds = time.time() - began_s
+            self._shape_s[shape] = min(seconds, self._shape_s.get(shape, seconds))
         finally:
             del self._drawing[key]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from prometheus_client import REGISTRY, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from megadiff.models.pipeline_base import GPU_BYTES
+from megadiff.models.pipeline_stop import ALIVE_NAME
 from megadiff.rollout.limits import OUTSTANDING_HEADER
 from megadiff.rollout.server import replica as replica_module
 from megadiff.rollout.server.load import Load
@@ -139,6 +141,34 @@ def test_a_failed_call_is_not_drawn_and_waits_no_more(url: str, engine: SlowEngi
     assert answers[0].status_code == 500
     figures = scraped(url)
     assert figures["megadiff_samples_drawn_total"] == figures["megadiff_samples_outstanding"] == 0
+
+
+def test_an_engine_is_silent_when_a_call_takes_longer_than_one_before(
+    url: str, engine: SlowEngine, tmp_path: Path
+) -> None:
+    """A first call may compile. Later ones end with the pixels, of which no pass tells."""
+
+    def silent_s() -> float:
+        return httpx.get(f"{url}/health").json()["engine_silent_s"]
+
+    answers: list[httpx.Response] = []
+    first = ask(url, 4, answers)
+    wait_for(lambda: engine.replica.load.num_calls == 1)
+    time.sleep(0.5)
+    assert silent_s() == 0
+    engine.waits.release()
+    first.join()
+    assert silent_s() == 0
+
+    second = ask(url, 4, answers)
+    wait_for(lambda: engine.replica.load.num_calls == 1)
+    assert silent_s() == 0
+    time.sleep(0.8)
+    assert 0 < silent_s() < 0.8
+    (tmp_path / ALIVE_NAME).touch()  # a pass
+    assert silent_s() == 0
+    engine.waits.release()
+    second.join()
 
 
 def test_metrics_need_the_token_and_are_no_sign_of_life(url: str, engine: SlowEngine) -> None:
