@@ -13,6 +13,8 @@ import sys
 import traceback
 from typing import NoReturn
 
+from setproctitle import getproctitle
+
 from tests.frozen import import_frozen
 
 PRELOAD = [
@@ -30,6 +32,9 @@ PRELOAD = [
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
+    # It looks for the command line beside the environment, which forked processes replace.
+    os.environ["SPT_NOENV"] = "1"
+    getproctitle()
     import_frozen(PRELOAD)
     alive: set[int] = set()
     with channel.makefile("rw") as lines:
