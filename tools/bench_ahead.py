@@ -95,7 +95,7 @@ def replicas(
     processes = []
     try:
         for index, place in enumerate(places):
-            own = ["--name", f"replica_{index}", "--registry", str(folder / "registry")]
+            own = ["--name", f"replica_{index}"]
             log = folder / f"replica_{index}.log"
             processes.append(start(["serve", *keys, *own], place, log, on_gpu=on_gpu))
         deadline = time.monotonic() + START_S
