@@ -118,7 +118,8 @@ class Fleet(AbstractContextManager["Fleet"]):
                 self._drop_lost(queue, requests)
                 self._give_out(queue, requests, futures)
                 done, _ = wait(futures, timeout=POLL_S, return_when=FIRST_COMPLETED)
-                for future in done:
+                # Answers first: a failure gives the replica up, with all that it had.
+                for future in sorted(done, key=lambda future: future.exception() is not None):
                     call, client = futures.pop(future)
                     if client.url in self.lost:
                         continue  # _drop_lost() gives its calls to others

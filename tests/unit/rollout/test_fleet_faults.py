@@ -139,11 +139,12 @@ def test_all_replicas_lost_in_mid_step_and_others_finish_it() -> None:
     with fleet_of(FakeReplica("a", answer)) as fleet:
         calls = fleet.plan(REQUESTS)
         first = dict(fleet.generate(REQUESTS, calls))
-        assert len(first) == 2 and fleet.lost == {"http://a": "a answered 504: gone"}
+        # The second answer may come after the failure of the call behind it.
+        assert len(first) in (1, 2) and fleet.lost == {"http://a": "a answered 504: gone"}
         later = FakeReplica("a")
         fleet.set_replicas([later])
         rest = dict(fleet.generate(REQUESTS, calls))
-    assert sorted([*first, *rest]) == list(range(6)) and len(later.drawn) == 4
+    assert sorted([*first, *rest]) == list(range(6)) and len(later.drawn) == 6 - len(first)
 
 
 def test_a_stopped_replica_is_lost_after_its_heartbeat() -> None:
