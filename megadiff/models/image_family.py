@@ -11,13 +11,8 @@ from torch import Tensor, nn
 
 from megadiff.diffusion.guidance import plain_cfg
 from megadiff.diffusion.schedule import static_shift, static_sigmas
-from megadiff.models.adapter import (
-    NEGATIVE,
-    Conditioning,
-    ModelAdapter,
-    check_pixels,
-    text_of_side,
-)
+from megadiff.models.adapter import ModelAdapter, check_pixels
+from megadiff.models.conditioning import NEGATIVE, Conditioning, text_of_side
 from megadiff.models.decoding import Decoding, TokenCount
 from megadiff.models.packing import PATCH, TokenGrid, pack, unpack
 from megadiff.tensors.model_files import read_json

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megadiff.models.adapter import IMAGE_LATENTS, Images, ModelAdapter
+from megadiff.models.adapter import Images, ModelAdapter
 from megadiff.models.batch_sampler import BatchSampler, distinct
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.pipeline_stop import Stopped, stop_path
 from megadiff.models.registry import build_adapter
 from megadiff.models.served_names import ServedNames

@@ -16,7 +16,8 @@ from safetensors.torch import load, save
 
 from megadiff.config.schema import Config
 from megadiff.data.prompts import prompt_id
-from megadiff.models.adapter import IMAGE_LATENTS, Images, ModelAdapter
+from megadiff.models.adapter import Images, ModelAdapter
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.wire import read_record

@@ -14,7 +14,7 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
 
-from megadiff.models.adapter import IMAGE_LATENTS
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.qwen_image_edit.adapter import QwenImageEditAdapter
 from megadiff.types import Sampling
 from tests.distributed.sharded_model import (

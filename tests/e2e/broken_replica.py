@@ -16,9 +16,9 @@ from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 from megadiff.cli.serve import main
 from megadiff.diffusion.guidance import plain_cfg
 from megadiff.models import batch_sampler, image_family, pipeline_base
-from megadiff.models.adapter import IMAGE_LATENTS
 from megadiff.models.bagel import adapter as bagel_adapter
 from megadiff.models.bagel import pipeline as bagel_pipeline
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.qwen_image import adapter as qwen_adapter
 from megadiff.models.qwen_image_edit import pipeline as edit_pipeline
 from megadiff.models.sd3 import adapter as sd3_adapter

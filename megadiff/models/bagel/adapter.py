@@ -12,16 +12,12 @@ from torch import Tensor
 
 from megadiff.diffusion.guidance import clamped_cfg
 from megadiff.diffusion.schedule import static_shift, wan_sigmas
-from megadiff.models.adapter import (
-    Conditioning,
-    ModelAdapter,
-    PromptEncoder,
-    check_pixels,
-    text_of_side,
-)
+from megadiff.models.adapter import ModelAdapter, PromptEncoder, check_pixels
 from megadiff.models.bagel.attention import NUM_MARKS
+from megadiff.models.bagel.networks import other_networks
 from megadiff.models.bagel.plan import PLAN
 from megadiff.models.bagel.transformer import BagelSizes, BagelTransformer
+from megadiff.models.conditioning import Conditioning, text_of_side
 from megadiff.models.decoding import Decoding, TokenCount
 from megadiff.models.packing import TokenGrid
 from megadiff.models.pipeline_folder import Index
@@ -64,6 +60,9 @@ class BagelAdapter(ModelAdapter):
     veomni_splits_tokens = False
     max_prompt_tokens = 1024
     vae_class = "AutoencoderKL"  # unused: ae.safetensors is not in diffusers' layout
+    supervised_obstacle = (
+        "its autoencoder is not in diffusers' layout, so that images cannot be encoded"
+    )
     tokenizer_class = "Qwen2Tokenizer"
     tokenizer_folder = "."
 
@@ -103,6 +102,9 @@ class BagelAdapter(ModelAdapter):
         # BagelSizes.read checks the sizes, which two files of the root have
         return {}
 
+    def root_networks(self) -> dict[str, int]:
+        return other_networks(self.model_folder, self.sizes)
+
     def component_of(self, sigma: float) -> str:
         return self.components[0]
 
@@ -131,6 +133,10 @@ class BagelAdapter(ModelAdapter):
                     f"rollout.{name}={getattr(sampling, name)}, but BAGEL makes images with "
                     f"rollout.guidance_scale alone; set rollout.{name}={value:g}"
                 )
+        if sampling.images:
+            raise ValueError(
+                "rollout.images=true, but BAGEL makes images from text alone here; set it to false"
+            )
         if sampling.guidance_scale < 1:
             raise ValueError(
                 f"rollout.guidance_scale={sampling.guidance_scale} < 1 (off); set it to 1 or more"
@@ -203,12 +209,6 @@ class BagelAdapter(ModelAdapter):
         tokenizer = AutoTokenizer.from_pretrained(self.model_folder)
 
         yield lambda texts, images=(): encode_texts(tokenizer, texts)
-
-    def image_encoder(self, *, dtype: torch.dtype, device: torch.device | str) -> Any:
-        raise ValueError(
-            "BAGEL's autoencoder is not in diffusers' layout, so that images cannot be encoded; "
-            "train with RL (algorithm.name=flow_grpo), not by SFT"
-        )
 
     @torch.no_grad()
     def decode(

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadiff.models.adapter import IMAGE_LATENTS, Images, PromptEncoder, freed
+from megadiff.models.adapter import Images, PromptEncoder, freed
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.decoding import TokenCount
 from megadiff.models.packing import PATCH
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
@@ -28,6 +29,8 @@ class QwenImageEditAdapter(QwenImageAdapter):
     published = {"2509, 20.4 B": "", "2511, 20.4 B": ""}
     pipeline_class = "QwenImageEditPlusPipeline"
     rollout_pipeline = "megadiff.models.qwen_image_edit.pipeline:QwenImageEditRolloutPipeline"
+    supervised_obstacle = "an edit begins with given images, which captioned ones lack"
+    needs_images = True
     most_images = 4  # as in vllm-omni's pipeline; more do not fit into the prompt
 
     def image_size(self, height: int, width: int, sampling: Sampling) -> tuple[int, int]:

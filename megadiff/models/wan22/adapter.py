@@ -11,16 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.diffusion.guidance import plain_cfg
-from megadiff.models.adapter import (
-    IMAGE_LATENTS,
-    NEGATIVE,
-    Conditioning,
-    Images,
-    ModelAdapter,
-    PromptEncoder,
-    freed,
-    text_of_side,
-)
+from megadiff.models.adapter import Images, ModelAdapter, PromptEncoder, freed
+from megadiff.models.conditioning import IMAGE_LATENTS, NEGATIVE, Conditioning, text_of_side
 from megadiff.models.decoding import Decoding, TokenCount
 from megadiff.models.packing import pack, unpack
 from megadiff.models.wan22 import text as wan_text

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megadiff.models.adapter import IMAGE_LATENTS, Conditioning, ImageEncoder
+from megadiff.models.adapter import ImageEncoder
+from megadiff.models.conditioning import IMAGE_LATENTS, Conditioning
 from megadiff.models.packing import unpack
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.types import Sampling
@@ -29,6 +30,8 @@ class WanImageToVideoAdapter(WanAdapter):
     pipeline_class = "WanImageToVideoPipeline"
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanImageToVideoRolloutPipeline"
     needs_plain_image = True
+    needs_images = True
+    supervised_obstacle = "its given first frame would be all of a video of one frame"
     given_channels = MASK_CHANNELS + LATENT_CHANNELS
 
     def validate(self, sampling: Sampling) -> None:

@@ -25,7 +25,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from examples.tiny_models.qwen_image_edit import KINDS, write_tiny_pipeline
 from megadiff.diffusion.sde import ode_step
-from megadiff.models.adapter import IMAGE_LATENTS
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.packing import TokenGrid
 from megadiff.models.qwen_image_edit.adapter import QwenImageEditAdapter
 from megadiff.models.qwen_image_edit.text import PictureProcessor, encode, sides_of_area
