@@ -71,8 +71,8 @@ class ModelAdapter(Protocol):
     stage_topology, stage_class: vllm-omni's names of the model in one stage and of its class, where
     it knows the model in several stages too.
     num_end_marks: tokens of a conditioning that stay behind all text, the model's own included.
-    needs_plain_image: whether vllm-omni refuses every request of the model without an image.
-    needs_images: whether it never draws from text alone.
+    needs_images: whether every prompt must give an image. needs_plain_image: whether vllm-omni
+    refuses all requests without one.
     supervised_obstacle: why captioned images cannot train the model; "" where they can.
     veomni_splits_tokens: whether VeOmni's own class of this model is right under Ulysses, for every
     length. Else its engine takes the stock module and parallel.tokens.
@@ -100,8 +100,8 @@ class ModelAdapter(Protocol):
     stage_topology: ClassVar[str] = ""
     stage_class: ClassVar[str] = ""
     num_end_marks: ClassVar[int] = 0
-    needs_plain_image: ClassVar[bool] = False
     needs_images: ClassVar[bool] = False
+    needs_plain_image: ClassVar[bool] = False
     supervised_obstacle: ClassVar[str] = ""
     veomni_splits_tokens: bool
     transformer_class: str
@@ -283,6 +283,12 @@ class ModelAdapter(Protocol):
         wait for the device.
         """
 
+    def encode(self, pipeline: Any, texts: Sequence[str], images: Sequence[Images]) -> Tensors:
+        """Return what a PromptEncoder does, by the networks of a pipeline.
+
+        pipeline: of diffusers in the trainer, of vllm-omni in a replica.
+        """
+
     def prompt_encoder(
         self, *, dtype: torch.dtype, device: torch.device
     ) -> AbstractContextManager[PromptEncoder]:
@@ -343,17 +349,6 @@ class ModelAdapter(Protocol):
 
         Two passes where guidance needs them. With several components the mean over the schedule.
         """
-
-
-def check_pixels(sampling: Sampling, multiple: int) -> None:
-    """Raise ValueError for a height or width that is no positive multiple of a token's pixels."""
-    for name, pixels in (("height", sampling.height), ("width", sampling.width)):
-        if pixels < multiple or pixels % multiple:
-            nearest = max(round(pixels / multiple), 1) * multiple
-            raise ValueError(
-                f"rollout.{name}={pixels} is not a positive multiple of {multiple} (pixels a "
-                f"token); set rollout.{name}={nearest}"
-            )
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def measure(
     if float32_streams:
         adapter.keep_streams_in_float32(transformer, dtype)
 
-    # of videos that may begin with a given image, only those that do modulate tokens
+    # of videos only those that begin with a given image modulate tokens
     has_image = modulates_tokens or adapter.needs_images
     samplings = [
         Sampling(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from accelerate import init_empty_weights
-from torch import nn
 
 from megadiff.models.bagel.transformer import BagelSizes
 from megadiff.tensors.model_files import read_json
@@ -33,7 +33,7 @@ def other_networks(folder: Path, sizes: BagelSizes) -> dict[str, int]:
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
     values = read_json(folder / "vit_config.json")
-    vision_config = SiglipVisionConfig(**values, vision_use_head=False)
+    vision_config = SiglipVisionConfig(**values | {"vision_use_head": False})
     if vision_config.num_hidden_layers == PUBLISHED_LAYERS:
         vision_config.num_hidden_layers -= 1
     with init_empty_weights():
@@ -52,5 +52,5 @@ def other_networks(folder: Path, sizes: BagelSizes) -> dict[str, int]:
     }
 
 
-def _count(module: nn.Module) -> int:
+def _count(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

@@ -29,18 +29,11 @@ class WanImageToVideoAdapter(WanAdapter):
     published = {"Wan2.2 I2V-A14B, two experts": ""}
     pipeline_class = "WanImageToVideoPipeline"
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanImageToVideoRolloutPipeline"
+    needs_images = True
     needs_plain_image = True
     needs_images = True
     supervised_obstacle = "its given first frame would be all of a video of one frame"
     given_channels = MASK_CHANNELS + LATENT_CHANNELS
-
-    def validate(self, sampling: Sampling) -> None:
-        super().validate(sampling)
-        if not sampling.images:
-            raise ValueError(
-                "rollout.images=false, but Wan2.2 I2V begins a video with a given image; set it to "
-                "true, and give each row of data.prompts its `image`"
-            )
 
     def image_latents_shape(self, sampling: Sampling) -> tuple[int, int]:
         return self.latents_shape(sampling)
