@@ -85,7 +85,7 @@ PUBLISHED = {
     "sd3_medium": Published(
         shapes="sd35_medium",
         title="Stable Diffusion 3 and 3.5",
-        heads="4 heads of 32",
+        heads="4 heads of 16",
         tp=FOUR,
         networks=SD3,
         lacks=("dual_attention_layers", "qk_norm"),
@@ -93,14 +93,14 @@ PUBLISHED = {
     "sd35_medium": Published(
         shapes="sd35_medium",
         title="Stable Diffusion 3 and 3.5",
-        heads="4 heads of 32",
+        heads="4 heads of 16",
         tp=FOUR,
         networks=SD3,
     ),
     "sd35_large": Published(
         shapes="sd35_large",
         title="Stable Diffusion 3 and 3.5",
-        heads="4 heads of 32",
+        heads="4 heads of 16",
         tp=FOUR,
         networks=SD3,
     ),

@@ -399,7 +399,7 @@ def test_nothing_fits(capsys):
                 "model.float32_streams=true",
                 f"model.path={ROOT / 'assets/wan22_ti2v_5b'}",
             ),
-            "model.float32_streams=true, but Wan's streams",
+            "model.float32_streams=true, but Wan2.1 and Wan2.2's streams",
         ),
     ],
 )
