@@ -5,7 +5,7 @@ megadiff train CONFIG.yaml model.family=examples.static_shift:StaticShiftAdapter
 
 from __future__ import annotations
 
-from megadiff.models.image_family import ImageFamily
+from megadiff.models.guided_family import GuidedFamily
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 
 
@@ -18,6 +18,6 @@ class StaticShiftAdapter(QwenImageAdapter):
 
     title = "static Qwen-Image"
     pipeline_class = "StaticShiftPipeline"
-    # of every image family that says nothing else
-    schedule = ImageFamily.schedule
-    shift = ImageFamily.shift
+    # of every family that says nothing else
+    schedule = GuidedFamily.schedule
+    shift = GuidedFamily.shift

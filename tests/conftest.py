@@ -8,7 +8,7 @@ none.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +59,26 @@ def tiny_bagel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "bagel"
     write_tiny_bagel(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what gives a family's float32 tiny folder, made when it is first asked for.
+
+    Its argument is a name of examples/tiny_models/families.py. Read-only by agreement.
+    """
+    from examples.tiny_models.families import FAMILIES
+
+    folders: dict[str, Path] = {}
+
+    def folder_of(name: str) -> Path:
+        if name not in folders:
+            folder = tmp_path_factory.mktemp("models") / name
+            FAMILIES[name](folder)
+            folders[name] = folder
+        return folders[name]
+
+    return folder_of
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

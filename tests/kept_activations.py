@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megadiff.models.adapter import IMAGE_LATENTS, ModelAdapter
+from megadiff.models.adapter import ModelAdapter
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.planner.engine_memory import Work
 from megadiff.types import Sampling
 

@@ -1,8 +1,7 @@
-"""Write a complete tiny pipeline folder (diffusers layout) in seconds: of Qwen-Image, of Wan2.2
-with one or two transformers, or of Stable Diffusion 3 and 3.5.
+"""Write a complete tiny model folder of any family in seconds, as examples/tiny_models/ builds it.
 
-See examples/tiny_models/. With --size full a
-family's real sizes, by tools/random_weights.py, whose own options may follow:
+With --size full it has the family's real sizes. Those are drawn by tools/random_weights.py, whose
+own options may follow:
 
     python tools/make_tiny_model.py OUT --size full [--family wan22_ti2v_5b] [--layers N] \\
         [--text-layers N] [--device cuda]
@@ -12,28 +11,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from examples.tiny_models import bagel, qwen_image, qwen_image_edit, sd3, wan22, z_image
+from examples.tiny_models import qwen_image
+from examples.tiny_models.families import FAMILIES
 
-FAMILIES: dict[str, Callable[..., None]] = {
-    "qwen_image": qwen_image.write_tiny_pipeline,
-    "qwen_image_edit_2509": partial(qwen_image_edit.write_tiny_pipeline, kind="2509"),
-    "qwen_image_edit_2511": partial(qwen_image_edit.write_tiny_pipeline, kind="2511"),
-    "wan22_ti2v_5b": partial(wan22.write_tiny_pipeline, kind="ti2v_5b"),
-    "wan22_t2v_a14b": partial(wan22.write_tiny_pipeline, kind="t2v_a14b"),
-    "wan22_i2v_a14b": partial(wan22.write_tiny_pipeline, kind="i2v_a14b"),
-    "wan21_t2v_1_3b": partial(wan22.write_tiny_pipeline, kind="t2v_1_3b"),
-    "sd35_medium": partial(sd3.write_tiny_pipeline, kind="3_5_medium"),
-    "sd35_large": partial(sd3.write_tiny_pipeline, kind="3_5_large"),
-    "sd3_medium": partial(sd3.write_tiny_pipeline, kind="3_medium"),
-    "z_image": z_image.write_tiny_pipeline,
-    "bagel": bagel.write_tiny_bagel,
-}
 FULL = "full"
 ASSETS = Path(__file__).parents[1] / "assets"  # the families' config.json files
 

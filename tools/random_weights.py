@@ -26,8 +26,9 @@ from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from examples.tiny_models import qwen_image, sd3, wan22, z_image
+from examples.tiny_models import qwen_image, qwen_image_edit, sd3, wan22, z_image
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.pipeline_folder import read_index, weighted_components
 from megadiff.models.registry import build_adapter
@@ -125,6 +126,11 @@ def write_random_pipeline(
     tokenizers = {name: build() for name, build in TOKENIZERS[str(index["_class_name"])].items()}
     for name, tokenizer in tokenizers.items():
         tokenizer.save_pretrained(out / name)
+    sees_pictures = "processor" in index
+    if sees_pictures:
+        tokenizers["tokenizer"].save_pretrained(out / "processor")
+        # its defaults are the published model's
+        Qwen2VLImageProcessorPil().save_pretrained(out / "processor")
 
     torch.manual_seed(0)
     for name, (library, class_name) in weighted_components(index).items():
@@ -136,7 +142,9 @@ def write_random_pipeline(
                 network = _other_network(class_name, values)
             else:
                 tokenizer = tokenizers[name.replace("text_encoder", "tokenizer")]
-                network = _text_encoder(class_name, values, tokenizer, text_layers)
+                network = _text_encoder(
+                    class_name, values, tokenizer, text_layers, sees_pictures=sees_pictures
+                )
         network.save_pretrained(out / name)
         del network  # before the next is drawn: text encoders take gigabytes
     return num_parameters
@@ -144,7 +152,9 @@ def write_random_pipeline(
 
 TOKENIZERS: dict[str, dict[str, Callable[[], Any]]] = {
     "QwenImagePipeline": {"tokenizer": qwen_image.build_tokenizer},
+    "QwenImageEditPlusPipeline": {"tokenizer": qwen_image_edit.build_edit_tokenizer},
     "WanPipeline": {"tokenizer": wan22.build_tokenizer},
+    "WanImageToVideoPipeline": {"tokenizer": wan22.build_tokenizer},
     "ZImagePipeline": {"tokenizer": z_image.build_tokenizer},
     "StableDiffusion3Pipeline": {
         "tokenizer": sd3.build_clip_tokenizer,
@@ -162,11 +172,13 @@ def _other_network(class_name: str, values: dict) -> nn.Module:
     return getattr(diffusers, class_name).from_config(values).to(torch.bfloat16)
 
 
-def _text_encoder(class_name: str, values: dict, tokenizer: Any, num_layers: int) -> nn.Module:
+def _text_encoder(
+    class_name: str, values: dict, tokenizer: Any, num_layers: int, *, sees_pictures: bool
+) -> nn.Module:
     # Files have the names of this class, of which the pipeline may use a part.
     stock = getattr(transformers, values.get("architectures", [class_name])[0])
     if stock is Qwen2_5_VLForConditionalGeneration:
-        config = _text_config(values, tokenizer, num_layers)
+        config = _text_config(values, tokenizer, num_layers, sees_pictures=sees_pictures)
     else:
         if num_layers:
             key = "num_layers" if "num_layers" in values else "num_hidden_layers"
@@ -175,12 +187,17 @@ def _text_encoder(class_name: str, values: dict, tokenizer: Any, num_layers: int
     return stock._from_config(config, dtype=torch.bfloat16)
 
 
-def _text_config(values: dict, tokenizer, num_layers: int) -> Qwen2_5_VLConfig:
+def _text_config(
+    values: dict, tokenizer: Any, num_layers: int, *, sees_pictures: bool
+) -> Qwen2_5_VLConfig:
     """Return the config with what planning does not need.
 
-    That is the rotary embedding and the special tokens' ids. The vision tower, which no replica
-    keeps, is cut to one layer.
+    That is the rotary embedding and the special tokens' ids. Without pictures no replica keeps the
+    vision tower: then it is cut to one layer.
     """
+    vision = dict(values["vision_config"])
+    if not sees_pictures:
+        vision |= {"depth": 1, "fullatt_block_indexes": [0]}
     text = dict(values["text_config"])
     head_dim = text["hidden_size"] // text["num_attention_heads"]
     rope = {
@@ -199,7 +216,7 @@ def _text_config(values: dict, tokenizer, num_layers: int) -> Qwen2_5_VLConfig:
         text |= {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
     return Qwen2_5_VLConfig(
         text_config=text,
-        vision_config={**values["vision_config"], "depth": 1, "fullatt_block_indexes": [0]},
+        vision_config=vision,
         tie_word_embeddings=values["tie_word_embeddings"],
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -232,6 +249,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.out.exists():
         parser.error(f"{args.out} exists; name another folder")
+    if not read_index(args.model):
+        parser.error(f"{args.model} has no model_index.json; BAGEL's layout is not written")
     start = time.perf_counter()
     count = write_random_pipeline(
         args.model,

@@ -50,9 +50,7 @@ def write_tiny_pipeline(
         raise ValueError(f"kind={kind!r} is unknown; choose one of {sorted(KINDS)}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
-    tokenizer = build_tokenizer((*WORDS, *EDIT_WORDS), START_WORDS)
-    prefix = TEMPLATE.partition("{}")[0]
-    assert len(tokenizer(prefix).input_ids) == PREFIX_TOKENS
+    tokenizer = build_edit_tokenizer()
     processor = build_processor(tokenizer)
     text_encoder = build_text_encoder(SIZES["tiny"], tokenizer, seed=seed)
     shared_states_TD = _grey_states(processor, text_encoder)
@@ -75,6 +73,14 @@ def write_tiny_pipeline(
         settings={"processor": PROCESSOR_CLASSES},
         image_processor=processor.image_processor,
     )
+
+
+def build_edit_tokenizer() -> Qwen2Tokenizer:
+    """Build a tokenizer by which the template has as many tokens as the real model's."""
+    tokenizer = build_tokenizer((*WORDS, *EDIT_WORDS), START_WORDS)
+    prefix = TEMPLATE.partition("{}")[0]
+    assert len(tokenizer(prefix).input_ids) == PREFIX_TOKENS
+    return tokenizer
 
 
 def build_processor(tokenizer: Qwen2Tokenizer) -> PictureProcessor:

@@ -15,7 +15,7 @@ from megadiff.data.row_files import write_json
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # raised when the same data and model give other numbers or files
+FORMAT = 2  # raised when the same data and model give other numbers or files
 INDEX = "index.json"
 ASIDE = ".writing_"
 STALE_S = 6 * 3600.0  # a folder aside that nothing was written to for so long belongs to nobody

@@ -1,8 +1,7 @@
 """Encode captioned images once, as VAE latents and text embeddings, and keep them on disk.
 
 FOLDER/KEY/latents_RANK_NUMBER.safetensors   [n, L, C] float32, images in the source's order
-           tokens_RANK_NUMBER.safetensors    [n, D] embeddings of tokens, caption after caption
-           lengths_RANK_NUMBER.safetensors   [n] int32, tokens of each caption
+           the captions' conditioning        by name, see encoded_texts.py
            caption_index.safetensors         [images] int32, the caption of each image
            captions.json                     the captions, each once
            index.json                        what the folder was made from, its files' sizes
@@ -30,10 +29,11 @@ import torch
 from torch import Tensor
 
 from megadiff.data.cache_folder import ASIDE, CacheKey, finish, is_whole, make_aside, read_json
+from megadiff.data.encoded_texts import EncodedTexts, EncodedTextWriter
 from megadiff.data.images import Block, ImageSource
 from megadiff.data.pixels import ENLARGED
 from megadiff.data.prompts import checked_text, digest_of, prompt_id
-from megadiff.data.row_files import RowTable, RowWriter, write_json, write_tensor
+from megadiff.data.row_files import RowTable, RowWriter, row_table, write_json, write_tensor
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import (
     AgreedError,
@@ -72,15 +72,13 @@ class LatentDataset:
         hashed = json.dumps(self.captions).encode() + self.caption_index.numpy().tobytes()
         self.captions_digest = hashlib.blake2b(hashed, digest_size=8).hexdigest()
 
-        self._latents = _table(folder, "latents")
-        self._tokens = _table(folder, "tokens")
-        self._lengths = _table(folder, "lengths").whole().long()
-        self._starts = self._lengths.cumsum(0) - self._lengths
+        self._latents = row_table(folder, "latents")
+        self._texts = EncodedTexts(folder)
         self._empty = self.captions.index(EMPTY_CAPTION)
 
-        if self._latents.num_bytes + self._tokens.num_bytes < memory_bytes:
+        if self._latents.num_bytes + self._texts.num_bytes < memory_bytes:
             self._latents.to_memory()
-            self._tokens.to_memory()
+            self._texts.to_memory()
 
     def __len__(self) -> int:
         return self._latents.shape[0]
@@ -92,20 +90,12 @@ class LatentDataset:
     def conditioning(self, rows: Tensor, drop: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Return the text of rows [N] int64; where drop [N] bool is True, the empty caption.
 
-        The P different captions among them are prompt_embeds [P, T, D] and prompt_mask [P, T] bool,
-        padded to the longest. index_N int64 says which of them belongs to each row.
+        The P different captions among them are name → [P, …], as the prompt encoder gives them.
+        index_N int64 says which of them belongs to each row.
         """
         captions_N = torch.where(drop, self._empty, self.caption_index[rows])
         captions_P, index_N = captions_N.unique(return_inverse=True)
-
-        lengths_P = self._lengths[captions_P]
-        token_T = torch.arange(int(lengths_P.max()))
-        mask_PT = token_T < lengths_P[:, None]
-
-        row_PT = self._starts[captions_P, None] + token_T
-        embeds_PTD = torch.zeros(*mask_PT.shape, self._tokens.shape[1], dtype=self._tokens.dtype)
-        embeds_PTD[mask_PT] = self._tokens.take(row_PT[mask_PT])
-        return {"prompt_embeds": embeds_PTD, "prompt_mask": mask_PT}, index_N
+        return self._texts.take(captions_P), index_N
 
 
 def encode_dataset(
@@ -250,26 +240,22 @@ def _encode_images(
 def _encode_captions(
     adapter: ModelAdapter, aside: Path, *, dtype: torch.dtype, device: torch.device, mesh: Mesh
 ) -> None:
-    """Write the tokens of this rank's part of the different captions, and rank 0 the index."""
+    """Write this rank's part of the different captions, encoded, and rank 0 the index."""
     captions = agreed(lambda: _written_captions(aside, mesh.world_size), mesh.cpu_group)
     # Equal lengths meet in a call: less padding.
     texts = sorted({EMPTY_CAPTION, *captions}, key=lambda text: (len(text), text))
 
     rows = _local_range(len(texts), mesh)
-    tokens = RowWriter(aside, "tokens", mesh.rank)
-    lengths = RowWriter(aside, "lengths", mesh.rank)
+    writer = EncodedTextWriter(aside, mesh.rank)
     progress = _Progress("captions", len(rows), mesh)
 
     def encode_texts(start: int) -> None:
-        encoded = encode(texts[start : min(start + TEXTS_PER_CALL, rows.stop)])
-        mask_BT = encoded["prompt_mask"]
-        tokens.add(encoded["prompt_embeds"][mask_BT])  # without the padding
-        lengths.add(mask_BT.sum(dim=1, dtype=torch.int32))
-        progress.add(len(mask_BT))
+        texts_B = texts[start : min(start + TEXTS_PER_CALL, rows.stop)]
+        writer.add(encode(texts_B))
+        progress.add(len(texts_B))
 
     def flush() -> None:
-        tokens.flush()
-        lengths.flush()
+        writer.flush()
         if mesh.rank == 0:
             number_of = {text: number for number, text in enumerate(texts)}
             index = torch.tensor([number_of[caption] for caption in captions], dtype=torch.int32)
@@ -318,10 +304,6 @@ def _written_captions(aside: Path, world_size: int) -> list[str]:
             f"{aside} has no {', '.join(absent)}: latents need a folder that all nodes share"
         )
     return [caption for file in files for caption in read_json(file)]
-
-
-def _table(folder: Path, prefix: str) -> RowTable:
-    return RowTable(sorted(folder.glob(f"{prefix}_[0-9]*.safetensors")))
 
 
 @dataclass

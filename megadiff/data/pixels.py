@@ -44,8 +44,12 @@ def read_image(path: Path | str) -> np.ndarray:
 
     Raises ValueError where there is no file and for what decode() refuses.
     """
+    file = Path(path)
     try:
-        data = Path(path).read_bytes()
+        # a pipe or a device would never end
+        if file.exists() and not file.is_file():
+            raise OSError(f"{path} is no file")
+        data = file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise ValueError(
             f"the image cannot be read ({error}); put it there, or mend the row"

@@ -131,3 +131,19 @@ class RowTable:
             taken[here] = part.index_select(0, rows[here] - (self._ends[number] - len(part)))
 
         return taken
+
+
+def row_table(folder: Path, prefix: str) -> RowTable:
+    """Return what RowWriters of all ranks have written under the prefix. Raises ValueError."""
+    # five digits each; another prefix may go on with a number of its own
+    paths = sorted(folder.glob(f"{prefix}_?????_?????.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder} has no {prefix}_*.safetensors; remove it, it is made again")
+    return RowTable(paths)
+
+
+def row_tables(folder: Path, kind: str) -> dict[str, RowTable]:
+    """Return name → table, of all prefixes that are `kind` and a name."""
+    # without the numbers of rank and file
+    prefixes = {path.name.rsplit("_", 2)[0] for path in folder.glob(f"{kind}*.safetensors")}
+    return {prefix.removeprefix(kind): row_table(folder, prefix) for prefix in sorted(prefixes)}

@@ -57,17 +57,6 @@ def qwen_image_shift(
     return exp_mu / (exp_mu + 1 / sigmas - 1)
 
 
-def wan_sigmas(num_steps: int, *, flow_shift: float) -> Tensor:
-    """Return Wan2.2's flow-match schedule, [num_steps + 1] float32 from 1 to 0.
-
-    flow_shift: 5 for TI2V-5B, 12 for T2V-A14B.
-    """
-    _check_num_steps(num_steps)
-    # 0 is a fixed point of the shift, so it need not be appended.
-    sigmas = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-    return static_shift(sigmas, shift=flow_shift).float()
-
-
 def static_sigmas(num_steps: int, *, shift: float, last: float) -> Tensor:
     """Return a schedule of equal steps from 1 to `last`, shifted, and then 0.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadiff.models.adapter import Conditioning
+from megadiff.models.conditioning import Conditioning
 from megadiff.types import FlowBatch, MatchInputs, Sampling, StepInputs, TrainBatch
 
 Batch = TrainBatch | FlowBatch

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from megadiff.models.conditioning import Conditioning
 from megadiff.models.decoding import Decoding, TokenCount
 from megadiff.models.packing import TokenGrid, unpack
 from megadiff.models.pipeline_folder import Index, pipeline_problems, weighted_components
@@ -25,13 +26,8 @@ from megadiff.types import Prompt, Sampling, Tensors
 if TYPE_CHECKING:  # needs megatron-core, which only its engine does
     from megadiff.parallel.attention import TokenAttention, TokenAxes
 
-Conditioning = Mapping[str, Tensor]
 # image and text, as diffusers' modules name them
 STREAMS = ("hidden_states", "encoder_hidden_states")
-# in a conditioning where Sampling.images: clean latents [B, tokens, C] of all given images
-IMAGE_LATENTS = "image_latents"
-IMAGE_CONDITIONING = {IMAGE_LATENTS}  # names of a conditioning that both sides of guidance see
-NEGATIVE = "negative_"  # in front of the names of the negative prompt's conditioning
 # given images of one prompt, each uint8 RGB [H, W, 3]
 Images = tuple[Tensor, ...]
 # uint8 RGB [B, H, W, 3] → packed, normalised latents [B, L, C] float32;
@@ -46,8 +42,7 @@ class PromptEncoder(Protocol):
         """Return a conditioning by name, each tensor [B, …] on the CPU.
 
         images: those of each text, for a model whose text encoder sees them.
-        `X_mask` [B, tokens] bool belongs to the tensors `X_*` [B, tokens, …], which a group's
-        record has cut to its own length. Tensors without such a mask stay whole.
+        Masks are named as models/conditioning.py says; a group's record is cut to its own length.
         """
 
 
@@ -76,7 +71,9 @@ class ModelAdapter(Protocol):
     stage_topology, stage_class: vllm-omni's names of the model in one stage and of its class, where
     it knows the model in several stages too.
     num_end_marks: tokens of a conditioning that stay behind all text, the model's own included.
-    needs_plain_image: whether vllm-omni refuses every request of the model without an image.
+    needs_images: whether every prompt must give an image. needs_plain_image: whether vllm-omni
+    refuses all requests without one.
+    supervised_obstacle: why captioned images cannot train the model; "" where they can.
     veomni_splits_tokens: whether VeOmni's own class of this model is right under Ulysses, for every
     length. Else its engine takes the stock module and parallel.tokens.
     """
@@ -103,7 +100,9 @@ class ModelAdapter(Protocol):
     stage_topology: ClassVar[str] = ""
     stage_class: ClassVar[str] = ""
     num_end_marks: ClassVar[int] = 0
+    needs_images: ClassVar[bool] = False
     needs_plain_image: ClassVar[bool] = False
+    supervised_obstacle: ClassVar[str] = ""
     veomni_splits_tokens: bool
     transformer_class: str
     vae_class: str
@@ -131,6 +130,13 @@ class ModelAdapter(Protocol):
             if class_name == cls.transformer_class and name not in components:
                 components.append(name)
         return {name: folder / name / "config.json" for name in components}
+
+    def root_networks(self) -> dict[str, int]:
+        """Return name → parameters of networks beside the transformer that no component has.
+
+        By default none: model_index.json lists a folder for each.
+        """
+        return {}
 
     @classmethod
     def module_class(cls) -> Any:
@@ -277,6 +283,12 @@ class ModelAdapter(Protocol):
         wait for the device.
         """
 
+    def encode(self, pipeline: Any, texts: Sequence[str], images: Sequence[Images]) -> Tensors:
+        """Return what a PromptEncoder does, by the networks of a pipeline.
+
+        pipeline: of diffusers in the trainer, of vllm-omni in a replica.
+        """
+
     def prompt_encoder(
         self, *, dtype: torch.dtype, device: torch.device
     ) -> AbstractContextManager[PromptEncoder]:
@@ -337,42 +349,6 @@ class ModelAdapter(Protocol):
 
         Two passes where guidance needs them. With several components the mean over the schedule.
         """
-
-
-def check_pixels(sampling: Sampling, multiple: int) -> None:
-    """Raise ValueError for a height or width that is no positive multiple of a token's pixels."""
-    for name, pixels in (("height", sampling.height), ("width", sampling.width)):
-        if pixels < multiple or pixels % multiple:
-            nearest = max(round(pixels / multiple), 1) * multiple
-            raise ValueError(
-                f"rollout.{name}={pixels} is not a positive multiple of {multiple} (pixels a "
-                f"token); set rollout.{name}={nearest}"
-            )
-
-
-def text_of_side(
-    conditioning: Conditioning, prefix: str, device: torch.device
-) -> dict[str, Tensor]:
-    """Return the prompts' conditioning, or with prefix "negative_" the negative ones', by name.
-
-    Tensors of numbers are brought to the device; masks stay where they are, as one on the CPU saves
-    a synchronisation. Given images are of both sides. Raises ValueError when there are none.
-    """
-    text = {}
-    for name, tensor in conditioning.items():
-        if name.startswith(NEGATIVE) == bool(prefix) or name in IMAGE_CONDITIONING:
-            is_mask = tensor.dtype == torch.bool
-            moved = tensor if is_mask else tensor.to(device, non_blocking=True)
-            text[name.removeprefix(prefix)] = moved
-
-    needed = {name.removeprefix(NEGATIVE) for name in conditioning} - IMAGE_CONDITIONING
-    missing = [prefix + name for name in sorted(needed - text.keys())]
-    if missing or not needed:
-        raise ValueError(
-            f"guidance needs {', '.join(missing)} in the conditioning {sorted(conditioning)}; "
-            "sample with the same guidance as training uses"
-        )
-    return text
 
 
 @contextmanager

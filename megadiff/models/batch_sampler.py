@@ -24,6 +24,7 @@ from megadiff.diffusion.noise import (
     window_start,
 )
 from megadiff.diffusion.sde import SdeStep, dpm2_gain, ode_step, sde_step
+from megadiff.models.conditioning import MASK, mask_of
 from megadiff.types import DTYPES, RolloutGroup, RolloutRequest, Tensors
 
 T = TypeVar("T", bound=Hashable)
@@ -273,8 +274,6 @@ def _conditioning_row(result: Mapping[str, Tensor], index: int) -> Tensors:
         for name, tensor in result.items()
         if name.startswith(CONDITIONING_PREFIX)
     }
-    widths = {
-        name.removesuffix("_mask"): int(row[name].sum()) for name in row if name.endswith("_mask")
-    }
-    # `prompt_embeds` and `prompt_mask` are as wide as `prompt`; None leaves a tensor whole
-    return {name: tensor[:, : widths.get(name.rpartition("_")[0])] for name, tensor in row.items()}
+    widths = {name: int(mask.sum()) for name, mask in row.items() if name.endswith(MASK)}
+    # None leaves a tensor whole
+    return {name: tensor[:, : widths.get(mask_of(name))] for name, tensor in row.items()}

@@ -6,9 +6,12 @@ first frame's come first. log_prob, a mean over all elements, is the same in eit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 PATCH = 2  # latents a token, along height and along width; along time one
 
@@ -35,6 +38,14 @@ def pack(latents_BCFHW: Tensor) -> Tensor:
     # [B, C, F, h, 2, w, 2]
     patches = latents_BCFHW.unflatten(4, (-1, PATCH)).unflatten(3, (-1, PATCH))
     return patches.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
+
+
+def pad_rows(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return rows [tokens, …] of several lengths as [B, tokens, …], and the mask [B, tokens]."""
+    padded_BT = pad_sequence(list(rows), batch_first=True)
+    lengths_B = torch.tensor([len(row_T) for row_T in rows], device=padded_BT.device)
+    columns_T = torch.arange(padded_BT.shape[1], device=padded_BT.device)
+    return padded_BT, columns_T < lengths_B[:, None]
 
 
 def unpack(latents_BLC: Tensor, grid: TokenGrid) -> Tensor:

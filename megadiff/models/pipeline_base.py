@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megadiff.models.adapter import IMAGE_LATENTS, Images, ModelAdapter
+from megadiff.models.adapter import Images, ModelAdapter
 from megadiff.models.batch_sampler import BatchSampler, distinct
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.pipeline_stop import Stopped, stop_path
 from megadiff.models.registry import build_adapter
 from megadiff.models.served_names import ServedNames
@@ -50,7 +51,7 @@ class RolloutPipelineMixin:
 
     A step's velocity is the trainer's: the adapter's own function, of vllm-omni's transformer. The
     stock pipeline loads the networks and answers plain requests. The model's subclass gives
-    `served_names` and `encode`.
+    `served_names`, and transformer_call() where vllm-omni's takes other arguments.
 
     cast_networks: those that vllm-omni leaves in their files' dtype.
     """
@@ -79,7 +80,7 @@ class RolloutPipelineMixin:
 
     def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
         """Encode as the adapter's prompt_encoder does, by the pipeline's own networks."""
-        raise NotImplementedError
+        return self.adapter.encode(self, texts, images)
 
     def policy_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield all parameters; those of the policy under their component's name."""

@@ -14,6 +14,7 @@ from torch import nn
 from megadiff.algorithms import build_algorithm
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
+from megadiff.models.adapter import ModelAdapter
 from megadiff.models.pipeline_folder import ClassPath, read_index, weighted_components
 from megadiff.parallel.mesh import Layout
 from megadiff.planner.activation_memory import activation_bytes
@@ -24,7 +25,8 @@ from megadiff.tensors.manifest import folder_manifest
 from megadiff.train.sampling import sampling_of
 from megadiff.types import DTYPES
 
-NOT_SERVED = "visual."  # the text encoder's vision tower, which vllm-omni's pipeline drops
+# the text encoder's vision tower, which pipelines that are given no images drop
+VISION_TOWER = "visual."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class ReplicaWeights:
     """Hold the bytes of one worker's weights.
 
     transformers: what a push replaces. encoder: the text encoder as a checkpoint has it.
-    others: text encoder without what is not served, VAE, and so on.
+    others: text encoder as it is served, VAE, and so on.
     unknown: components that could not be sized.
     """
 
@@ -68,7 +70,7 @@ def size_replicas(
     """Return zeros where replicas are on other GPUs than the trainer's, or nothing samples."""
     rollout = config.rollout
     dtype = config.model.dtype
-    weights = replica_weights(Path(config.model.path), dtype=dtype, tp=rollout.tp)
+    weights = replica_weights(model.adapter, dtype=dtype, tp=rollout.tp, sees_images=rollout.images)
     samples = build_algorithm(config.algorithm).on_policy or config.eval.every
 
     # The trainer loads the text encoder in any case, for the parity gate.
@@ -138,29 +140,41 @@ def _fp8_bytes(config: Config, model: ModelShape) -> tuple[int, int]:
     return copies, copied
 
 
-def replica_weights(model_folder: Path, *, dtype: str, tp: int = 1) -> ReplicaWeights:
+def replica_weights(
+    adapter: ModelAdapter, *, dtype: str, tp: int = 1, sees_images: bool = False
+) -> ReplicaWeights:
     """Return the weights' bytes in dtype. tp: workers that split the transformers' weights.
 
     Sizes come from the safetensors headers. Where only a component's config.json is there, they
     come from its empty module; a component with neither is unknown.
+    sees_images: whether the text encoder keeps its vision tower.
     """
+    model_folder = adapter.model_folder
     transformers = 0
-    others = 0
+    others = sum(adapter.root_networks().values())
     encoder = 0
     unknown = []
 
-    for component, class_path in weighted_components(read_index(model_folder)).items():
+    networks = weighted_components(read_index(model_folder))
+    if not networks:  # all lie in the folder's root
+        parameters = adapter.empty_transformer().parameters()
+        transformers = math.ceil(sum(parameter.numel() for parameter in parameters) / tp)
+
+    for component, class_path in networks.items():
         shapes = _shapes(model_folder, component, class_path, dtype)
         if shapes is None:
             unknown.append(component)
             continue
-        served = sum(math.prod(shape) for name, shape in shapes.items() if NOT_SERVED not in name)
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        served = sum(
+            size for name, size in sizes.items() if sees_images or VISION_TOWER not in name
+        )
         if component.startswith("transformer"):
             transformers += math.ceil(served / tp)
             continue
         others += served
         if component.startswith("text_encoder"):  # SD3 has three, and the gate loads them all
-            encoder += sum(map(math.prod, shapes.values()))
+            encoder += sum(sizes.values())
 
     itemsize = DTYPES[dtype].itemsize
     return ReplicaWeights(

@@ -200,6 +200,15 @@ def _components(folder: Path, adapter: ModelAdapter, shapes: Shapes) -> list[Com
             num_bytes=num_bytes,
         )
         components.append(facts)
+    for name, num_parameters in adapter.root_networks().items():
+        facts = ComponentFacts(
+            name=name,
+            class_name="in the folder's root",
+            is_trained=False,
+            num_parameters=num_parameters,
+            num_bytes={},
+        )
+        components.append(facts)
     return components
 
 

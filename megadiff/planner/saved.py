@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from megadiff.models.adapter import IMAGE_LATENTS, ModelAdapter
+from megadiff.models.adapter import ModelAdapter
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.decoding import TokenCount
-from megadiff.models.image_family import ImageFamily
 from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.plan import LINEAR_KINDS, LORA_A, ParallelPlan
 from megadiff.parallel.recompute import recompute_blocks
@@ -152,8 +152,7 @@ def measure(
         adapter.keep_streams_in_float32(transformer, dtype)
 
     # of videos only those that begin with a given image modulate tokens
-    edits_images = isinstance(adapter, ImageFamily) and adapter.most_images > 0
-    has_image = modulates_tokens or edits_images
+    has_image = modulates_tokens or adapter.needs_images
     samplings = [
         Sampling(
             height=height,

@@ -74,7 +74,12 @@ def check_stages(
         raise ValueError(
             f"{where} has stages {ids}; {topology} has one, of stage_id 0; remove the others"
         )
-    _check_stage(stages["stages"][0], f"{where}, stage 0", adapter.stage_class, tp, num_devices)
+    stage = stages["stages"][0]
+    _check_stage(stage, f"{where}, stage 0", adapter.stage_class, tp, num_devices)
+    parameters = stage.get("default_sampling_params") or {}
+    _check_keys(parameters, SAMPLING_KEYS, f"{where}, stage 0: default_sampling_params")
+    extra = parameters.get("extra_args") or {}
+    _check_keys(extra, THINKING, f"{where}, stage 0: default_sampling_params.extra_args")
     thinking(file)
 
 
@@ -106,51 +111,53 @@ def thinking(file: str | Path) -> dict[str, int | float]:
     """Return think_tokens and think_temperature of Sampling, as the file's stage says.
 
     Both are 0 without a file, or where it does not let the model think.
-    Raises ValueError for sampling parameters that the run's own keys decide.
+    Raises ValueError for a setting that is none. The rest is for check_stages(), which knows the
+    model and so says first whether it has such stages at all.
     """
     return dict(_thinking(Path(file))) if str(file) else {}
 
 
 @cache  # every step asks; and a run stays with what it began with
 def _thinking(file: Path) -> Mapping[str, int | float]:
-    where = f"{KEY}={file}, stage 0: default_sampling_params"
+    where = f"{KEY}={file}, stage 0: default_sampling_params.extra_args"
     stages: list[JsonObject] = read_stages(file)["stages"]
-    stage = stages[0] if stages else {}
-    parameters = stage.get("default_sampling_params") or {}
-    _check_keys(parameters, SAMPLING_KEYS, where)
-    extra = parameters.get("extra_args") or {}
-    _check_keys(extra, THINKING, f"{where}.extra_args")
+    extra: object = stages[0] if stages else {}
+    for key in ("default_sampling_params", "extra_args"):
+        extra = extra.get(key) if isinstance(extra, dict) else None
+    if not isinstance(extra, dict):
+        extra = {}
 
     for key, default in THINKING.items():
         value = extra.get(key, default)
         # an int is a good temperature, and True is no number
         if type(value) not in {type(default), int if key == "text_temperature" else type(default)}:
-            raise ValueError(
-                f"{where}.extra_args.{key} is {value!r}, it must be {type(default).__name__}"
-            )
+            raise ValueError(f"{where}.{key} is {value!r}, it must be {type(default).__name__}")
 
     settings = THINKING | extra
     if not settings["think"]:
         return {"think_tokens": 0, "think_temperature": 0.0}
     if settings["max_think_tokens"] < 1:
         raise ValueError(
-            f"{where}.extra_args.max_think_tokens is {settings['max_think_tokens']}; give at "
+            f"{where}.max_think_tokens is {settings['max_think_tokens']}; give at "
             "least 1, or think: false"
         )
     if settings["do_sample"] and not settings["text_temperature"] > 0:
         raise ValueError(
-            f"{where}.extra_args.text_temperature is {settings['text_temperature']} with "
+            f"{where}.text_temperature is {settings['text_temperature']} with "
             "do_sample: true; give more than 0, or do_sample: false"
         )
     temperature = float(settings["text_temperature"]) if settings["do_sample"] else 0.0
     return {"think_tokens": settings["max_think_tokens"], "think_temperature": temperature}
 
 
-def read_stages(file: Path) -> JsonObject:
+def read_stages(file: Path, over: tuple[Path, ...] = ()) -> JsonObject:
     """Return a file's settings, merged over its base_config as vllm-omni merges them.
 
-    `stages` is a list. Raises ValueError for a file that is missing or no such configuration.
+    `stages` is a list. over: the files whose base this one is.
+    Raises ValueError for a file that is missing or no such configuration.
     """
+    if file.resolve() in over:
+        raise ValueError(f"{KEY}={over[0]}: {file} is its own base_config; name another file")
     try:
         settings = yaml.safe_load(file.read_text("utf-8"))
     except OSError as error:
@@ -168,7 +175,7 @@ def read_stages(file: Path) -> JsonObject:
     if "base_config" not in settings:
         return settings
 
-    base = read_stages(file.parent / str(settings["base_config"]))
+    base = read_stages(file.parent / str(settings["base_config"]), (*over, file.resolve()))
     merged = {row.get("stage_id"): row for row in base["stages"]}
     for row in rows:
         identity = row.get("stage_id")

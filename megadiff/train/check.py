@@ -78,7 +78,7 @@ def check(
         check_window(sampling)
     _check_lora_start(config, algorithm)
 
-    adapter = _checked_adapter(config, layout, sampling, has_steps=algorithm.rows == "steps")
+    adapter = _checked_adapter(config, layout, sampling, algorithm)
     prompts = read_prompts(config, config.data.prompts, adapter) if on_policy else []
     asked = [*prompts, *eval_prompts(config, adapter)]
     adapter.check_prompts(asked)
@@ -109,7 +109,7 @@ def _check_lora_start(config: Config, algorithm: Algorithm) -> None:
 
 
 def _checked_adapter(
-    config: Config, layout: Layout, sampling: Sampling, *, has_steps: bool
+    config: Config, layout: Layout, sampling: Sampling, algorithm: Algorithm
 ) -> ModelAdapter:
     """Return the model's adapter. Raises ValueError where the config does not fit the model."""
     model = Path(config.model.path)
@@ -120,6 +120,11 @@ def _checked_adapter(
 
     adapter = build_adapter(model, config.model.family)
     adapter.check_trained()
+    if adapter.supervised_obstacle and not algorithm.on_policy:
+        raise ValueError(
+            f"algorithm.name={config.algorithm.name} with {adapter.title}: "
+            f"{adapter.supervised_obstacle}; train it by RL, e.g. with algorithm.name=flow_grpo"
+        )
     adapter.validate(sampling)
     if config.rollout.stage_config:
         check_stages(
@@ -131,7 +136,7 @@ def _checked_adapter(
         )
     if config.model.float32_streams:
         adapter.check_float32_streams()
-    for warning in check_components(config, adapter, has_steps=has_steps):
+    for warning in check_components(config, adapter, has_steps=algorithm.rows == "steps"):
         if os.environ.get("RANK", "0") == "0":  # there is no mesh yet
             logger.warning("%s", warning)
     check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)

@@ -19,7 +19,8 @@ from megadiff.algorithms import build_algorithm
 from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.diffusion import noise, sde
 from megadiff.engines.base import Engine
-from megadiff.models.adapter import NEGATIVE, ModelAdapter
+from megadiff.models.adapter import ModelAdapter
+from megadiff.models.conditioning import NEGATIVE
 from megadiff.parallel.collectives import agreed, all_reduce_max, raise_together
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.train.components import component_steps

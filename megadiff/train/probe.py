@@ -16,7 +16,8 @@ from safetensors.torch import load, save
 
 from megadiff.config.schema import Config
 from megadiff.data.prompts import prompt_id
-from megadiff.models.adapter import IMAGE_LATENTS, Images, ModelAdapter
+from megadiff.models.adapter import Images, ModelAdapter
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.parallel.collectives import agreed, broadcast_bytes, broadcast_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.wire import read_record
@@ -76,8 +77,8 @@ def unlike_prompts(
 ) -> list[Prompt]:
     """Return `count` prompts, and one more where the step has images of a second shape.
 
-    The first is the first of the run's step, then come the texts above. They get the images of
-    those prompts of the step in turn whose sizes are the first's: only such share a call.
+    The first is the first of the run's step, then come the texts above. Each text gets the images
+    of a prompt of the step, one with images of the first's sizes: only such prompts share a call.
     samplings: of each prompt, with its images' sizes.
     """
     # columns stay here: they may be no JSON, and only rewards read them

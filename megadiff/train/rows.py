@@ -14,7 +14,7 @@ from megadiff.algorithms import Algorithm
 from megadiff.config.schema import Config
 from megadiff.diffusion import noise
 from megadiff.engines.microbatch import Batch
-from megadiff.models.adapter import IMAGE_LATENTS
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.train.sampling import sampling_of, sft_sampling, unguided
 from megadiff.train.selection import ScoredGroups, best_and_worst
 from megadiff.types import FlowBatch, RolloutGroup, Sampling, TrainBatch

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Protocol
 
@@ -232,10 +232,8 @@ def for_replica(request: RolloutRequest, adapter: ModelAdapter) -> RolloutReques
     prompt = replace(request.prompt, fields={}, images=())
     if not request.sampling.images:
         return replace(request, prompt=prompt)
-    try:
+    with named(f"prompt {prompt.id} ({prompt.text[:60]!r})"):
         images, sampling = given_images(request.prompt.images, request.sampling, adapter)
-    except ValueError as error:
-        raise ValueError(f"prompt {prompt.id} ({prompt.text[:60]!r}): {error}") from error
     pixels = tuple(image.tobytes() for image in images)
     return replace(request, prompt=prompt, sampling=sampling, images=pixels)
 
@@ -252,14 +250,22 @@ def given_images(
     for file in files:
         pixels_HWC = read_image(file)
         rows, columns = pixels_HWC.shape[:2]
-        height, width = adapter.image_size(rows, columns, sampling)
+        with named(file):
+            height, width = adapter.image_size(rows, columns, sampling)
         images.append(scale(pixels_HWC, height, width))
     sampling = replace(sampling, images=tuple(image.shape[:2] for image in images))
-    try:
+    with named(", ".join(files)):
         adapter.validate(sampling)
-    except ValueError as error:
-        raise ValueError(f"{', '.join(files)}: {error}") from error
     return images, sampling
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Put a name in front of the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def broadcast_groups(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> list[RolloutGroup]:

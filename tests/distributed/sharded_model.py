@@ -163,6 +163,41 @@ def _parity_worker(
                 assert not wrong, f"{layout}, {dtype}: {wrong}"
 
 
+def check_veomni(case: Case, pipeline: Path, sp: int) -> None:
+    """On each rank: the module of the real VeOmni engine, FSDP2 over dp and sp."""
+    from tests.distributed.engines import build
+
+    engine = build(pipeline, {"sp": sp}, backend="veomni", adapter=case.adapter(pipeline))
+    member = engine.members["transformer"]
+    size = NUM_SAMPLES // engine.mesh.dp
+    samples = slice(engine.mesh.dp_rank * size, (engine.mesh.dp_rank + 1) * size)
+    reference = load_file(_reference_file(pipeline, torch.float32))
+    outputs_tolerance, tolerance = TOLERANCES[torch.float32]
+
+    result = case.result(member.transformer, engine.adapter, torch.float32, samples)
+    for name, value in result.items():
+        expected = reference[name][samples]
+        error = float((value - expected).abs().max() / expected.abs().max())
+        assert error <= outputs_tolerance, f"sp={sp}: {name} differs by {error}"
+
+    # FSDP2 averages over its ranks what each has of its samples and tokens
+    gradients = {
+        name: parameter.grad.full_tensor() * member.gradient_scale
+        for name, parameter in member.transformer.named_parameters()
+        if parameter.grad is not None
+    }
+    expected = {
+        name.removeprefix("gradient/"): value
+        for name, value in reference.items()
+        if name.startswith("gradient/")
+    }
+    assert gradients.keys() == expected.keys()
+    floor = FLOOR * max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        error = float((gradients[name] - value).abs().max()) / max(float(value.abs().max()), floor)
+        assert error <= tolerance, f"sp={sp}: the gradient of {name} differs by {error}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Omission:
     """A reduction left out.

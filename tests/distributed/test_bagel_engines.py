@@ -14,7 +14,6 @@ from torch import Tensor
 from megadiff.engines.base import Engine
 from megadiff.models.bagel.adapter import BagelAdapter
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
-from megadiff.tensors.source_folder import SourceFolder
 from megadiff.types import TrainBatch
 from tests.distributed.engines import (
     LOSS,
@@ -26,14 +25,13 @@ from tests.distributed.engines import (
     whole,
 )
 from tests.distributed.ranks import run_ranks
+from tests.plain_module import plain_module
 
+# More layouts of the module alone are in test_family_layouts.
 LAYOUTS = {
-    "veomni": (1, "veomni", {}),
     "veomni_dp2": (2, "veomni", {}),
     "veomni_sp2": (2, "veomni", {"sp": 2}),
     "megatron_tp2": (2, "megatron", {"tp": 2}),
-    "megatron_tp2_whole": (2, "megatron", {"tp": 2, "sequence_parallel": False}),
-    "megatron_tp4": (4, "megatron", {"tp": 4}),
     "megatron_sp2": (2, "megatron", {"sp": 2}),
 }
 
@@ -65,12 +63,7 @@ def alone(tiny_bagel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 def _alone(folder: Path, out: Path) -> None:
     adapter = BagelAdapter(folder)
-    module = adapter.empty_transformer().to_empty(device="cpu")
-    source = SourceFolder(folder / "transformer")
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name not in adapter.plan.frozen_names([name]))
-        whole = Shard(local=parameter.data, offsets=(0,) * parameter.ndim, shape=parameter.shape)
-        source.read_into(name, whole)
+    module = plain_module(adapter)
     batch = bagel_batch(adapter)
     stock_backward(module, adapter, batch)
     results = {

@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megadiff.models.bagel.adapter import BagelAdapter, encode_texts
-from megadiff.tensors.shards import Shard
-from megadiff.tensors.source_folder import SourceFolder
 from megadiff.types import Sampling
 from tests.distributed.ranks import run_ranks
+from tests.plain_module import plain_module
 
 SAMPLING = Sampling(height=64, width=96, num_inference_steps=4, guidance_scale=4.0)
 TEXTS = ("a red circle", "two blue squares on a wall, above a green star", "sky")
@@ -102,13 +101,7 @@ def _served(folder: Path) -> Any:
 
 
 def _compare_velocities(adapter: BagelAdapter, served: Any, tokenizer: Any) -> None:
-    module = adapter.empty_transformer().to_empty(device="cpu")
-    source = SourceFolder(adapter.model_folder / "transformer")
-    source.check_names({name: tuple(p.shape) for name, p in module.named_parameters()})
-    for name, parameter in module.named_parameters():
-        whole = Shard(local=parameter, offsets=(0,) * parameter.ndim, shape=tuple(parameter.shape))
-        source.read_into(name, whole)
-
+    module = plain_module(adapter)
     conditioning = encode_texts(tokenizer, TEXTS)
     negative = encode_texts(tokenizer, NEGATIVES)
     conditioning |= {f"negative_{name}": value for name, value in negative.items()}

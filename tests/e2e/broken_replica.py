@@ -7,7 +7,6 @@ no_pictures, no_references, other_references, no_mask, same_time.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,15 +14,13 @@ from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 
 from megadiff.cli.serve import main
 from megadiff.diffusion.guidance import plain_cfg
-from megadiff.models import batch_sampler, image_family, pipeline_base
-from megadiff.models.adapter import IMAGE_LATENTS
+from megadiff.models import batch_sampler, guided_family, image_family, pipeline_base
 from megadiff.models.bagel import adapter as bagel_adapter
 from megadiff.models.bagel import pipeline as bagel_pipeline
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.qwen_image import adapter as qwen_adapter
 from megadiff.models.qwen_image_edit import pipeline as edit_pipeline
 from megadiff.models.sd3 import adapter as sd3_adapter
-from megadiff.models.wan22 import adapter as wan_adapter
-from megadiff.models.wan22 import checkpoint as wan_checkpoint
 from megadiff.models.wan22 import image_to_video
 from megadiff.models.z_image import adapter as z_image_adapter
 from megadiff.models.z_image import pipeline as z_image_pipeline
@@ -162,17 +159,6 @@ def _without_mask(model_input):
     return broken
 
 
-def _one_sided(plain_cfg):
-    """unguided: of Wan's own guidance."""
-
-    def broken(positive_BLC, negative_BLC, scale):
-        if fault() == "unguided":
-            return positive_BLC
-        return plain_cfg(positive_BLC, negative_BLC, scale)
-
-    return broken
-
-
 def _clamped(clamped_cfg):
     """unguided, call_norm: as _spoil_guidance, of BAGEL's own function."""
 
@@ -207,15 +193,15 @@ def _spoil_guidance(guide):
     call_norm: the norm is taken over the whole call. stock_scale: the scale counts from 0.
     """
 
-    def broken(self, positive_BLC, negative_BLC, sampling):
+    def broken(self, positive_BLC, negative_BLC, scale, sigma_B):
         if fault() == "unguided":
             return positive_BLC
         if fault() == "call_norm":
-            combined_BLC = plain_cfg(positive_BLC, negative_BLC, self.guidance_scale(sampling))
+            combined_BLC = plain_cfg(positive_BLC, negative_BLC, scale)
             return combined_BLC * (positive_BLC.norm() / combined_BLC.norm())
         if fault() == "stock_scale":
-            sampling = replace(sampling, guidance_scale=sampling.guidance_scale + 1)
-        return guide(self, positive_BLC, negative_BLC, sampling)
+            scale += 1
+        return guide(self, positive_BLC, negative_BLC, scale, sigma_B)
 
     return broken
 
@@ -291,18 +277,16 @@ if __name__ == "__main__":
     adapter = qwen_adapter.QwenImageAdapter
     adapter.guide = _spoil_guidance(adapter.guide)
     batch_sampler.BatchSampler.sigma_rows = _cast_timestep(batch_sampler.BatchSampler.sigma_rows)
-    image_family.static_sigmas = _shift_schedule(image_family.static_sigmas)
+    guided_family.static_sigmas = _shift_schedule(guided_family.static_sigmas)
+    guided = guided_family.GuidedFamily
+    guided.guide = _spoil_guidance(guided.guide)
     image = image_family.ImageFamily
-    image.guide = _spoil_guidance(image.guide)
     image.packed_pass = _cast_latents(image.packed_pass)
     sd3 = sd3_adapter.SD3Adapter
     sd3.last_sigma = _shift_once(sd3.last_sigma)
-    bagel_adapter.wan_sigmas = _shift_schedule(bagel_adapter.wan_sigmas)
     bagel_adapter.clamped_cfg = _clamped(bagel_adapter.clamped_cfg)
     bagel = bagel_pipeline.BagelRolloutPipeline
     bagel._velocity = _spoil_positions(bagel._velocity)
-    wan_checkpoint.wan_sigmas = _shift_schedule(wan_checkpoint.wan_sigmas)
-    wan_adapter.plain_cfg = _one_sided(wan_adapter.plain_cfg)
     from_image = image_to_video.WanImageToVideoAdapter
     from_image.model_input = _without_mask(from_image.model_input)
     edit = edit_pipeline.QwenImageEditRolloutPipeline

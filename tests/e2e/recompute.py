@@ -1,14 +1,16 @@
 """A group's log_probs, recomputed from its record with stock diffusers."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from megadiff.diffusion.guidance import true_cfg
-from megadiff.diffusion.sde import SdeStep, log_prob, step_mean
+from megadiff.diffusion.noise import group_key, initial_latents_rows, sample_keys
+from megadiff.diffusion.sde import SdeStep, log_prob, ode_step, step_mean
 from megadiff.models.adapter import ModelAdapter
-from megadiff.types import RolloutGroup
+from megadiff.types import RolloutGroup, RolloutRequest
 
 
 def float32_transformer(model: Path) -> nn.Module:
@@ -65,6 +67,32 @@ def gap(model: Path, group: RolloutGroup, transformer: nn.Module | None = None) 
     """The largest. transformer: in place of the folder's in float32."""
     recomputed_GW = recomputed_log_probs(transformer or float32_transformer(model), group)
     return (recomputed_GW - group.log_probs_GW).abs().max().item()
+
+
+@torch.no_grad()
+def trajectory_gap(
+    adapter: ModelAdapter, transformer: nn.Module, request: RolloutRequest, group: RolloutGroup
+) -> float:
+    """The largest of the clean latents, drawn again from the noise on by the trainer's module.
+
+    request: with sde_type "ode", whose group has the clean latents alone.
+    """
+    keys = sample_keys(
+        group_key(seed=request.seed, step=request.step, prompt_id=request.prompt.id),
+        request.sample_indices,
+    )
+    latents_NLC = initial_latents_rows(adapter.latents_shape(request.sampling), keys)
+    conditioning = {
+        name: tensor.expand(len(keys), *tensor.shape[1:])
+        for name, tensor in group.conditioning.items()
+    }
+    schedule = adapter.schedule(request.sampling)
+    for sigma, sigma_next in pairwise(schedule):
+        velocity_NLC = adapter.velocity(
+            transformer, latents_NLC, sigma.expand(len(keys)), conditioning, request.sampling
+        )
+        latents_NLC = ode_step(latents_NLC, velocity_NLC, sigma, sigma_next)
+    return (latents_NLC - group.latents_GSLC[:, -1]).abs().max().item()
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from megadiff.rollout.client.client import ReplicaClient
 from megadiff.sync.bucket import encode_bucket
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
-from tests.e2e.servers import ENVIRONMENT, SEARCH_PATH, Forked, wait_for_announcements
+from tests.e2e.servers import Forked, environment, wait_for_announcements
 from tests.lora_tensors import expected_prints, linears, merged, push_lora, random_lora
 
 SAMPLING = Sampling(height=64, width=64, num_inference_steps=6, sde_window_range=(0, 5))
@@ -56,11 +56,7 @@ def start(
     command = ["-m", "megadiff.cli.serve", str(model), "--dtype=float32", "--port=0"]
     command += ["--name=replica-7", f"--registry={registry}", f"--parent-pid={os.getpid()}"]
     command += options
-    process = (
-        _fresh(command, log, overlay)
-        if fresh
-        else Forked(command, log=log, environment=ENVIRONMENT)
-    )
+    process = _fresh(command, log, overlay) if fresh else Forked(command, log=log)
     wait_for_announcements(registry, {log: process})
     entry = json.loads((registry / "replica-7.json").read_text())
     assert entry["pid"] == process.pid
@@ -68,14 +64,10 @@ def start(
 
 
 def _fresh(command: list[str], log: Path, overlay: str) -> subprocess.Popen:
-    environment = {
-        **ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join(filter(None, (overlay, SEARCH_PATH))),
-    }
     with log.open("wb") as file:
         return subprocess.Popen(
             [sys.executable, *command],
-            env=environment,
+            env=environment(overlay),
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

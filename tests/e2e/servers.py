@@ -29,15 +29,15 @@ START_TIMEOUT_S = 240
 class Zygote:
     """tests/e2e/zygote.py as a process, which lives as long as this one.
 
-    For threads: an order at a time.
+    For threads: an order at a time. overlay: a folder that comes before all that is installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, overlay: str = "") -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.zygote", str(theirs.fileno())],
             stdout=subprocess.DEVNULL,
-            env=ENVIRONMENT,
+            env=environment(overlay),
             cwd=ROOT,
             pass_fds=[theirs.fileno()],
         )
@@ -58,29 +58,33 @@ class Zygote:
 _zygote, _making = cache(Zygote), threading.Lock()
 
 
-def zygote() -> Zygote:
-    """The one of this process: also for two fixtures' threads that ask at once."""
+def zygote(overlay: str = "") -> Zygote:
+    """The one of this process and overlay: also for two fixtures' threads that ask at once."""
     with _making:
-        return _zygote()
+        return _zygote(overlay)
+
+
+def environment(overlay: str = "") -> dict[str, str]:
+    """ENVIRONMENT, where a folder comes before all that is installed."""
+    return {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, (overlay, SEARCH_PATH)))}
 
 
 class Forked:
     """A process of the zygote's, with what the tests use of subprocess.Popen.
 
-    command: without the interpreter.
+    command: without the interpreter. overlay: see Zygote.
     """
 
-    def __init__(
-        self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]
-    ) -> None:
-        self.pid = zygote().order(
-            command=list(command), log=str(log), environment=dict(environment)
+    def __init__(self, command: Sequence[str], *, log: Path, overlay: str = "") -> None:
+        self._zygote = zygote(overlay)
+        self.pid = self._zygote.order(
+            command=list(command), log=str(log), environment=environment(overlay)
         )
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = zygote().order(pid=self.pid)
+            self.returncode = self._zygote.order(pid=self.pid)
         return self.returncode
 
     def wait(self, timeout_s: float) -> int:
@@ -123,24 +127,29 @@ def wait_for_announcements(
         raise
 
 
-def start_replicas(count: int, *, folder: Path, command: Sequence[str]) -> list[Forked]:
+def start_replicas(
+    count: int, *, folder: Path, command: Sequence[str], overlay: str = ""
+) -> list[Forked]:
     """Starts `count` servers that announce themselves in folder/registry and waits until all have.
 
-    command: `-m megadiff.cli.serve` or a script, and the arguments that they share.
+    command: `-m megadiff.cli.serve` or a script, and the arguments that they share. overlay: see
+    Zygote.
     """
     parent = ["--parent-pid", str(os.getpid())]
     servers = {}
     for index in range(count):
-        server = fork_replica(f"replica_{index}", folder=folder, command=[*command, *parent])
+        server = fork_replica(
+            f"replica_{index}", folder=folder, command=[*command, *parent], overlay=overlay
+        )
         servers[folder / f"replica_{index}.log"] = server
     wait_for_announcements(folder / "registry", servers)
     return list(servers.values())
 
 
-def fork_replica(name: str, *, folder: Path, command: Sequence[str]) -> Forked:
+def fork_replica(name: str, *, folder: Path, command: Sequence[str], overlay: str = "") -> Forked:
     """Starts a server that will announce itself in folder/registry; does not wait."""
     own = ["--name", name, "--port", "0", "--registry", str(folder / "registry")]
-    return Forked([*command, *own], log=folder / f"{name}.log", environment=ENVIRONMENT)
+    return Forked([*command, *own], log=folder / f"{name}.log", overlay=overlay)
 
 
 def replicas_of(run: Path) -> list[int]:

@@ -5,6 +5,7 @@ faults, both engines, LoRA, and runs that go on under another layout.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ import pytest
 from PIL import Image
 
 from examples.tiny_models import bagel, qwen_image_edit, sd3, wan22, z_image
+from megadiff.rollout.client.client import ReplicaClient
 from tests.e2e.conftest import Result, Trainer, train_in_ranks
 from tests.e2e.fault_table import gate_under
 from tests.e2e.servers import start_replicas, stop
@@ -136,6 +138,11 @@ class World:
     fault_file: Path
     overrides: tuple[str, ...]
 
+    def arguments(self, *overrides: str) -> list[str]:
+        """Return those of `megadiff train`, for the gate alone: with texts of several lengths."""
+        command = self.trainer.command(*self.overrides, "rollout.batch_size=4", FINE, *overrides)
+        return command[command.index("megadiff.cli.train") + 1 :]
+
     def run(self, name: str, *overrides: str, num_processes: int = 1) -> Result:
         given = (*self.overrides, *overrides)
         return train_in_ranks(self.trainer, name, num_processes, *given)
@@ -197,17 +204,41 @@ def write_rows(folder: Path, family: Family) -> Path:
 @pytest.mark.parametrize("world", FAMILIES, indirect=True)
 def test_the_gate_finds_each_fault(world: World, tmp_path: Path) -> None:
     """With guidance, and texts of several lengths in one call."""
-    command = world.trainer.command(*world.overrides, "rollout.batch_size=4", FINE)
-    arguments = command[command.index("megadiff.cli.train") + 1 :]
     faults = {**COMMON_FAULTS, **world.family.faults}
     gaps, messages = gate_under(
-        list(faults), fault_file=world.fault_file, arguments=arguments, folder=tmp_path
+        list(faults), fault_file=world.fault_file, arguments=world.arguments(), folder=tmp_path
     )
     assert gaps[GAP] <= 1e-7 and gaps[UNLIKE_GAP] <= 1e-7, gaps
     missed = {
         fault: messages[fault] for fault, said in faults.items() if said not in messages[fault]
     }
     assert not missed
+
+
+@pytest.mark.parametrize("world", RUNS, indirect=True)
+def test_the_gate_passes_on_the_gpu_hosts_vllm_omni(world: World, tmp_path: Path) -> None:
+    """Weights are pushed to a replica of 0.26, which samples with guidance."""
+    overlay = os.environ.get("MEGADIFF_OVERLAY026", "")
+    if not Path(overlay, "vllm_omni").is_dir():
+        pytest.skip("MEGADIFF_OVERLAY026 names no folder with vllm-omni 0.26")
+    command = ["-m", "megadiff.cli.serve", str(world.trainer.model), "--dtype", "float32"]
+    servers = start_replicas(
+        1, folder=tmp_path, command=[*command, "--weights", str(tmp_path)], overlay=overlay
+    )
+    try:
+        (entry,) = (tmp_path / "registry").glob("*.json")
+        client = ReplicaClient(json.loads(entry.read_text())["url"], "replica_0", timeout_s=120)
+        assert client.health()["vllm_omni"].startswith("0.26.")
+        places = (f"rollout.registry={tmp_path / 'registry'}", f"sync.folder={tmp_path}")
+        gaps, _ = gate_under(
+            [],
+            fault_file=world.fault_file,
+            arguments=world.arguments(*places),
+            folder=tmp_path,
+        )
+    finally:
+        stop(servers)
+    assert gaps[GAP] <= 1e-7 and gaps[UNLIKE_GAP] <= 1e-7, gaps
 
 
 @pytest.mark.parametrize("world", RUNS, indirect=True)

@@ -365,16 +365,6 @@ def test_a_cut_image_ends_the_run_and_its_replica(trainer):
     assert not list((trainer.folder / "cache").glob(".writing_*"))
 
 
-def test_a_video_model_learns_from_images_whatever_its_evaluations_sample(tiny_wan, tmp_path):
-    trainer = Trainer(tmp_path, tiny_wan["t2v_a14b"])
-    asked = ["rollout.num_frames=5", "rollout.guidance_scale=3", "rollout.guidance_scale_2=2"]
-    result = trainer.run(
-        *SETTINGS, "data.images=examples.shapes.images:ShapesImages:4", "train.num_steps=1", *asked
-    )
-    assert result.code == 0, result.stderr
-    assert result.rows[-1]["step"] == 1 and result.rows[-1]["optim/grad_norm"] > 0
-
-
 def test_a_full_disk_while_encoding(trainer):
     """A file-size limit stands for the full disk.
 

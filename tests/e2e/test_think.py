@@ -14,11 +14,10 @@ from examples.tiny_models.bagel import write_tiny_bagel
 from megadiff.models.bagel.adapter import BagelAdapter
 from megadiff.models.bagel.attention import NUM_MARKS
 from megadiff.rollout.stages import thinking
-from megadiff.tensors.shards import Shard
-from megadiff.tensors.source_folder import SourceFolder
 from megadiff.types import Prompt, RolloutRequest, Sampling
-from tests.e2e.recompute import adapter_gap
+from tests.e2e.recompute import adapter_gap, trajectory_gap
 from tests.e2e.replica import Server, start
+from tests.plain_module import plain_module
 
 PLAIN = Sampling(
     height=64,
@@ -69,15 +68,30 @@ def requests_of(sampling: Sampling) -> list[RolloutRequest]:
     ]
 
 
-def trainer_module(adapter: BagelAdapter) -> torch.nn.Module:
-    """Return the trainer's transformer with the folder's weights, float32."""
-    module = adapter.empty_transformer().to_empty(device="cpu")
-    source = SourceFolder(adapter.model_folder / "transformer")
-    source.check_names({name: tuple(p.shape) for name, p in module.named_parameters()})
-    for name, parameter in module.named_parameters():
-        shape = tuple(parameter.shape)
-        source.read_into(name, Shard(local=parameter.data, offsets=(0,) * len(shape), shape=shape))
-    return module
+@pytest.mark.parametrize("thinks", [False, True])
+def test_the_trajectory_is_the_trainers(
+    server: Server, model: Path, stages: Path, thinks: bool
+) -> None:
+    """From the noise to the clean latents with CFG, texts of three lengths in one call."""
+    drawn = replace(PLAIN, sde_type="ode", **(thinking(stages) if thinks else {}))
+    requests = requests_of(drawn)
+    groups = server.client.generate_batch(requests)
+    assert len({group.conditioning["prompt_ids"].shape[1] for group in groups}) == len(TEXTS)
+
+    adapter = BagelAdapter(model)
+    transformer = plain_module(adapter)
+    for request, group in zip(requests, groups, strict=True):
+        assert bool(group.thought) == thinks
+        assert trajectory_gap(adapter, transformer, request, group) <= 1e-5
+    # the guidance and the text matter
+    one, other = groups[:2]
+    unguided = [
+        replace(request, sampling=replace(drawn, guidance_scale=1.0)) for request in requests
+    ]
+    plain = server.client.generate_batch(unguided)[0]
+    assert (plain.latents_GSLC - one.latents_GSLC).abs().max() > 1e-2
+    swapped = replace(one, conditioning=other.conditioning)
+    assert trajectory_gap(adapter, transformer, requests[0], swapped) > 1e-2
 
 
 def test_text_is_sampled_recorded_and_conditioned_on(
@@ -90,7 +104,7 @@ def test_text_is_sampled_recorded_and_conditioned_on(
     plain = server.client.generate_batch(requests_of(PLAIN))
 
     adapter = BagelAdapter(model)
-    transformer = trainer_module(adapter)
+    transformer = plain_module(adapter)
     for group, without in zip(groups, plain, strict=True):
         assert group.thought and not without.thought
         ids = group.conditioning["prompt_ids"][0].tolist()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megadiff.diffusion import sde
 from megadiff.diffusion.noise import group_key, initial_latents_rows, sample_keys
-from megadiff.models.adapter import IMAGE_LATENTS
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.packing import unpack
 from megadiff.models.vae import latent_statistics
 from megadiff.models.wan22.adapter import WanAdapter

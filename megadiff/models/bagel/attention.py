@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 if TYPE_CHECKING:  # needs megatron-core, which a whole module does not
@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # needs megatron-core, which a whole module does not
     from megadiff.parallel.attention import TokenAxes
 
 NUM_MARKS = 2  # of the image's start and end
+GENERATION = "_moe_gen"  # the end of the generation expert's names; the other expert's have none
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, each [B or 1, S or 1, 1, head_dim / 2]
 
@@ -35,20 +36,17 @@ class BagelStreams:
 
     @classmethod
     def of(
-        cls,
-        sizes: BagelSizes,
-        prompt_mask_BT: Tensor,
-        lengths: tuple[int, int],
-        *,
-        dtype: torch.dtype,
+        cls, sizes: BagelSizes, latents_BLC: Tensor, context_BS: Tensor, prompt_mask_BT: Tensor
     ) -> BagelStreams:
+        """Return those of the transformer's arguments, none of them split."""
         device = prompt_mask_BT.device
+        lengths = context_BS.shape[1], latents_BLC.shape[1]
         exponents = torch.arange(0, sizes.head_dim, 2, device=device).float() / sizes.head_dim
 
         def rotary(positions_BS: Tensor) -> Rotary:
             angles = positions_BS.float()[..., None, None] / sizes.rope_theta**exponents
             # rounded before the product, as the replica does
-            return angles.cos().to(dtype), angles.sin().to(dtype)
+            return angles.cos().to(latents_BLC.dtype), angles.sin().to(latents_BLC.dtype)
 
         num_rows, width = prompt_mask_BT.shape
         mask = None
@@ -88,35 +86,27 @@ class BagelAttention:
         self.tokens = tokens or OneRank()
 
     def prepare(self, transformer: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        lengths = kwargs["context_ids"].shape[1], kwargs["hidden_states"].shape[1]
-        streams = BagelStreams.of(
-            transformer.sizes, kwargs["prompt_mask"], lengths, dtype=kwargs["hidden_states"].dtype
-        )
-        return {**kwargs, "streams": streams}
+        whole = (kwargs[name] for name in ("hidden_states", "context_ids", "prompt_mask"))
+        return {**kwargs, "streams": BagelStreams.of(transformer.sizes, *whole)}
 
     def __call__(
         self, attn: Any, context_BSC: Tensor, latents_BSC: Tensor, streams: BagelStreams
     ) -> tuple[Tensor, Tensor]:
         """Return context and latents [B, chunk, C], this rank's chunks."""
-        context_NSC = self.tokens.enter_split(context_BSC)
-        latents_NSC = self.tokens.enter_split(latents_BSC)
+        queries = []
+        pairs = []
+        for stream_BSC, expert in ((context_BSC, ""), (latents_BSC, GENERATION)):
+            stream_NSC = self.tokens.enter_split(stream_BSC)
+            layers = [getattr(attn, f"{name}_proj{expert}") for name in "qkv"]
+            query, *pair = (
+                layer(stream_NSC).unflatten(-1, (-1, attn.head_dim)) for layer in layers
+            )
+            queries.append([query])
+            pairs.append(pair)
         # keys have fewer heads than queries, so they are exchanged apart
-        (context_q,), (latents_q,) = self.tokens.all_tokens(
-            [
-                [_heads(attn, attn.q_proj, context_NSC)],
-                [_heads(attn, attn.q_proj_moe_gen, latents_NSC)],
-            ],
-            streams.lengths,
-        )
+        (context_q,), (latents_q,) = self.tokens.all_tokens(queries, streams.lengths)
         (context_k, context_v), (latents_k, latents_v) = self.tokens.all_tokens(
-            [
-                [_heads(attn, layer, context_NSC) for layer in (attn.k_proj, attn.v_proj)],
-                [
-                    _heads(attn, layer, latents_NSC)
-                    for layer in (attn.k_proj_moe_gen, attn.v_proj_moe_gen)
-                ],
-            ],
-            streams.lengths,
+            pairs, streams.lengths
         )
 
         context_q = _of_context(attn.q_norm(context_q), streams)
@@ -145,10 +135,6 @@ class BagelAttention:
             [torch.cat([prompt, marks], dim=1), latents]
         )
         return attn.o_proj(context_NSC), attn.o_proj_moe_gen(latents_NSC)
-
-
-def _heads(site: Any, layer: nn.Module, x_NSC: Tensor) -> Tensor:
-    return layer(x_NSC).unflatten(-1, (-1, site.head_dim))
 
 
 def _of_context(x_BSHD: Tensor, streams: BagelStreams) -> Tensor:

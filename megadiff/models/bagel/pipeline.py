@@ -23,11 +23,9 @@ from megadiff.models.bagel.adapter import BagelAdapter, encode_texts, with_image
 from megadiff.models.bagel.attention import NUM_MARKS
 from megadiff.models.bagel.plan import served_names
 from megadiff.models.pipeline_base import RolloutPipelineMixin, TransformerCall
-from megadiff.tensors.model_files import read_json
+from megadiff.tensors.model_files import GENERATION_CORE, LANGUAGE_MODEL, read_json
 from megadiff.types import RolloutRequest, Tensors
 
-CORE = ("time_embedder", "vae2llm", "llm2vae", "latent_pos_embed")  # beside the language model
-LANGUAGE_MODEL = "language_model.model."
 VAE_SIZES = ("ch", "ch_mult", "num_res_blocks")  # in config.json of models that are not published
 PUBLISHED_VAE = pipeline_bagel.default_ae_params()
 
@@ -42,9 +40,6 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
         self.served_names = served_names(sizes.num_heads, sizes.num_kv_heads)
         self._prefills: dict[tuple[int, ...], NaiveCache] = {}
 
-    def set_progress_bar_config(self, **settings: Any) -> None:
-        """Do nothing: BAGEL's stock loop shows no bar."""
-
     def policy_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters by the trainer's names; vllm-omni has two modules for one transformer.
 
@@ -55,7 +50,7 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
             core = name.removeprefix("bagel.")
             if inner != name and inner != "norm.weight":
                 name = f"transformer.{inner}"
-            elif core.startswith(CORE):
+            elif core.startswith(GENERATION_CORE):
                 name = f"transformer.{core}"
             yield name, parameter
 
@@ -194,4 +189,5 @@ def _autocast(device_type: str, *, dtype: torch.dtype, enabled: bool = True) -> 
 def _stored_name(name: str) -> str:
     """Return a pushed tensor's name as ema.safetensors has it; others stay."""
     inner = name.removeprefix("transformer.")
-    return inner if inner == name or inner.startswith(CORE) else LANGUAGE_MODEL + inner
+    is_own = inner == name or inner.startswith(GENERATION_CORE)
+    return inner if is_own else LANGUAGE_MODEL + inner

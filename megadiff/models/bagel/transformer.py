@@ -8,30 +8,43 @@ prompt is causal and never sees the image, so it carries no gradient.
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megadiff.models.bagel.attention import BagelAttention, BagelStreams
+from megadiff.models.bagel.attention import GENERATION, BagelAttention, BagelStreams
+from megadiff.models.packing import PATCH
 from megadiff.tensors.model_files import read_json
 
-GENERATION = "_moe_gen"  # the end of the generation expert's names; the other expert's have none
 FREQUENCIES = 256  # of the timestep's embedding
 LARGEST_SIZE = 1 << 18  # a module with 10**9 layers would be built without end
+
+
+# BagelSizes' field → key of llm_config.json
+LANGUAGE_KEYS = {
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "vocabulary": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BagelSizes:
     """Hold what config.json and llm_config.json say of the transformer.
 
-    latent_channels: of the VAE. patch: latents a token, along height and along width.
-    table_side: of the square table of learned positions.
+    latent_channels: of the VAE. table_side: of the square table of learned positions.
     """
 
     width: int
@@ -43,12 +56,15 @@ class BagelSizes:
     norm_eps: float
     rope_theta: float
     latent_channels: int
-    patch: int
     table_side: int
 
     @property
     def head_dim(self) -> int:
         return self.width // self.num_heads
+
+    def norm(self) -> nn.RMSNorm:
+        """Return a norm of a token's channels: in float32, rounded once."""
+        return nn.RMSNorm(self.width, self.norm_eps)
 
     @classmethod
     def read(cls, folder: Path) -> BagelSizes:
@@ -56,53 +72,24 @@ class BagelSizes:
         config = read_json(folder / "config.json")
         language = read_json(folder / "llm_config.json")
         try:
-            sizes = cls(
-                width=language["hidden_size"],
-                mlp_width=language["intermediate_size"],
-                num_layers=language["num_hidden_layers"],
-                num_heads=language["num_attention_heads"],
-                num_kv_heads=language["num_key_value_heads"],
-                vocabulary=language["vocab_size"],
-                norm_eps=language["rms_norm_eps"],
-                rope_theta=language["rope_theta"],
-                latent_channels=config["vae_config"]["z_channels"],
-                patch=config["latent_patch_size"],
-                table_side=config["max_latent_size"],
-            )
+            sizes = {name: language[key] for name, key in LANGUAGE_KEYS.items()}
+            sizes["latent_channels"] = config["vae_config"]["z_channels"]
+            sizes["table_side"] = config["max_latent_size"]
+            patch = config["latent_patch_size"]
         except KeyError as error:
             raise ValueError(
                 f"{folder}: config.json and llm_config.json lack {error}; fetch them again"
             ) from error
-        for name in (
-            "width",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "vocabulary",
-            "table_side",
-        ):
-            size = getattr(sizes, name)
-            # type(): isinstance takes JSON's true for 1
-            if type(size) is not int or not 0 < size <= LARGEST_SIZE:
+        if patch != PATCH:
+            raise ValueError(f"{folder} has latent_patch_size={patch!r}; BAGEL has {PATCH}")
+        for name, size in sizes.items():
+            is_size = type(size) is int and 0 < size <= LARGEST_SIZE  # type(): True is an int too
+            if not is_size and name not in ("norm_eps", "rope_theta"):
                 raise ValueError(
                     f"{folder} has {name}={size!r}, not a whole number from 1 to {LARGEST_SIZE}; "
                     "fetch config.json and llm_config.json again"
                 )
-        return sizes
-
-
-class RMSNorm(nn.Module):
-    """Normalise in float32, or float64, and round once."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        exact = x if x.dtype == torch.float64 else x.float()
-        weight = self.weight.to(exact.dtype)
-        return functional.rms_norm(exact, weight.shape, weight, self.eps).type_as(x)
+        return cls(**sizes)
 
 
 class GatedMLP(nn.Module):
@@ -129,8 +116,8 @@ class AttentionSite(nn.Module):
             self.add_module(f"k_proj{expert}", nn.Linear(sizes.width, kv_width))
             self.add_module(f"v_proj{expert}", nn.Linear(sizes.width, kv_width))
             self.add_module(f"o_proj{expert}", nn.Linear(sizes.width, sizes.width, bias=False))
-            self.add_module(f"q_norm{expert}", RMSNorm(sizes.head_dim, sizes.norm_eps))
-            self.add_module(f"k_norm{expert}", RMSNorm(sizes.head_dim, sizes.norm_eps))
+            self.add_module(f"q_norm{expert}", nn.RMSNorm(sizes.head_dim, sizes.norm_eps))
+            self.add_module(f"k_norm{expert}", nn.RMSNorm(sizes.head_dim, sizes.norm_eps))
         self.processor = BagelAttention()
 
     def set_processor(self, processor: BagelAttention) -> None:
@@ -141,20 +128,15 @@ class AttentionSite(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    mlp: GatedMLP
-    mlp_moe_gen: GatedMLP
-    input_layernorm: RMSNorm
-    input_layernorm_moe_gen: RMSNorm
-    post_attention_layernorm: RMSNorm
-    post_attention_layernorm_moe_gen: RMSNorm
-
     def __init__(self, sizes: BagelSizes) -> None:
         super().__init__()
         self.self_attn = AttentionSite(sizes)
-        for expert in ("", GENERATION):
-            self.add_module(f"mlp{expert}", GatedMLP(sizes))
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                self.add_module(norm + expert, RMSNorm(sizes.width, sizes.norm_eps))
+        self.mlp = GatedMLP(sizes)
+        self.mlp_moe_gen = GatedMLP(sizes)
+        self.input_layernorm = sizes.norm()
+        self.input_layernorm_moe_gen = sizes.norm()
+        self.post_attention_layernorm = sizes.norm()
+        self.post_attention_layernorm_moe_gen = sizes.norm()
 
     def forward(
         self, context_BSC: Tensor, latents_BSC: Tensor, streams: BagelStreams
@@ -176,11 +158,10 @@ class TimestepEmbedder(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, timestep_B: Tensor) -> Tensor:
-        half = FREQUENCIES // 2
-        exponents = torch.arange(half, device=timestep_B.device, dtype=torch.float32) / half
-        angles = timestep_B.float()[:, None] * torch.exp(-math.log(10000) * exponents)
-        waves = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        return self.mlp(waves.to(next(self.mlp.parameters()).dtype))
+        waves_BC = get_timestep_embedding(
+            timestep_B, FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0
+        )
+        return self.mlp(waves_BC.to(next(self.mlp.parameters()).dtype))
 
 
 class PositionTable(nn.Module):
@@ -194,16 +175,16 @@ class BagelTransformer(nn.Module):
 
     def __init__(self, sizes: BagelSizes) -> None:
         super().__init__()
-        channels = sizes.patch**2 * sizes.latent_channels
+        channels = PATCH**2 * sizes.latent_channels
         self.sizes = sizes
         self.embed_tokens = nn.Embedding(sizes.vocabulary, sizes.width)
         self.layers = nn.ModuleList(DecoderLayer(sizes) for _ in range(sizes.num_layers))
-        self.norm_moe_gen = RMSNorm(sizes.width, sizes.norm_eps)
+        self.norm_moe_gen = sizes.norm()
         self.time_embedder = TimestepEmbedder(sizes.width)
         self.vae2llm = nn.Linear(channels, sizes.width)
         self.llm2vae = nn.Linear(sizes.width, channels)
         self.latent_pos_embed = PositionTable(sizes.table_side, sizes.width)
-        self._call: Callable[..., Any] = _plain_call
+        self._call: Callable[..., Any] = operator.call
 
     @property
     def dtype(self) -> torch.dtype:
@@ -230,9 +211,7 @@ class BagelTransformer(nn.Module):
         position_ids: [B, L] rows of the table of positions.
         streams: facts of the whole streams, where this rank has a part of them.
         """
-        if streams is None:
-            lengths = context_ids.shape[1], hidden_states.shape[1]
-            streams = BagelStreams.of(self.sizes, prompt_mask, lengths, dtype=self.dtype)
+        streams = streams or BagelStreams.of(self.sizes, hidden_states, context_ids, prompt_mask)
         context_BSC = self.embed_tokens(context_ids)
         latents_BSC = self.vae2llm(hidden_states) + self.time_embedder(timestep)[:, None]
         latents_BSC = latents_BSC + self.latent_pos_embed.pos_embed[position_ids]
@@ -241,7 +220,3 @@ class BagelTransformer(nn.Module):
         for layer in self.layers:
             context_BSC, latents_BSC = self._call(layer, context_BSC, latents_BSC, streams)
         return (self.llm2vae(self.norm_moe_gen(latents_BSC)),)
-
-
-def _plain_call(layer: nn.Module, *streams: Any) -> Any:
-    return layer(*streams)

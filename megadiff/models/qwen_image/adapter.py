@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from megadiff.diffusion.guidance import true_cfg
 from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
-from megadiff.models.adapter import Images, PromptEncoder, freed
+from megadiff.models.adapter import Images
 from megadiff.models.image_family import ImageFamily
+from megadiff.models.packing import PATCH
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.models.qwen_image.rotary import rotate_in_real
 from megadiff.models.qwen_image.streams import keep_streams_in_float32
@@ -33,7 +33,7 @@ class QwenImageAdapter(ImageFamily):
     transformer_class = "QwenImageTransformer2DModel"
     rollout_pipeline = "megadiff.models.qwen_image.pipeline:QwenImageRolloutPipeline"
     plan = PLAN
-    guidance_key = "true_cfg_scale"
+    guidance_keys = ("true_cfg_scale",)
     veomni_splits_tokens = True
     max_prompt_tokens = 1024  # as in the pipeline of diffusers
     vae_class = "AutoencoderKLQwenImage"
@@ -44,6 +44,7 @@ class QwenImageAdapter(ImageFamily):
 
     def __init__(self, model_folder: Path | str) -> None:
         super().__init__(model_folder)
+        self.channels //= PATCH**2  # in_channels counts those of a token
         # it modulates the tokens of its input image differently
         if self.config.get("zero_cond_t") and not self.most_images:
             raise ValueError(
@@ -58,10 +59,6 @@ class QwenImageAdapter(ImageFamily):
         from megadiff.models.qwen_image.attention import QwenImageAttention
 
         return QwenImageAttention(tokens)
-
-    def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
-        # in_channels counts those of a token
-        return self.grid(sampling).num_tokens, self.config["in_channels"]
 
     def schedule(self, sampling: Sampling) -> Tensor:
         """Return [T+1] float32 sigmas. Raises ValueError without scheduler_config.json."""
@@ -91,13 +88,7 @@ class QwenImageAdapter(ImageFamily):
         text: Mapping[str, Tensor],
         sampling: Sampling,
     ) -> Tensor:
-        """Return velocity [B, L, C] in the transformer's dtype.
-
-        sigma_B: float32 in [0, 1], the transformer's time unit. It is rounded once, to the compute
-        dtype, inside the transformer.
-        text: prompt_embeds [B, tokens, D], prompt_mask [B, tokens]. A mask on the CPU saves a
-        device synchronisation.
-        """
+        # sigma is the transformer's time unit; it is rounded once, to the compute dtype, in there
         embeds_BTD, mask_BT = _trim(text["prompt_embeds"], text["prompt_mask"])
         return transformer(
             hidden_states=latents_BLC,
@@ -110,33 +101,19 @@ class QwenImageAdapter(ImageFamily):
             return_dict=False,
         )[0]
 
-    def guide(self, positive_BLC: Tensor, negative_BLC: Tensor, sampling: Sampling) -> Tensor:
-        return true_cfg(positive_BLC, negative_BLC, sampling.true_cfg_scale)
+    def guide(
+        self, positive_BLC: Tensor, negative_BLC: Tensor, scale: float, sigma_B: Tensor
+    ) -> Tensor:
+        return true_cfg(positive_BLC, negative_BLC, scale)
 
-    @contextmanager
-    def prompt_encoder(
-        self, *, dtype: torch.dtype, device: torch.device | str
-    ) -> Iterator[PromptEncoder]:
-        """Encode by the checkpoint's template and text encoder."""
-        from diffusers import QwenImagePipeline
-
-        # None: of the whole pipeline only the tokenizer and the text encoder are loaded
-        pipeline = QwenImagePipeline.from_pretrained(
-            self.model_folder, transformer=None, vae=None, scheduler=None, torch_dtype=dtype
-        ).to(device)
-
-        @torch.no_grad()
-        def encode(texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
-            embeds_BTD, mask_BT = pipeline.encode_prompt(
-                list(texts), max_sequence_length=self.max_prompt_tokens
-            )
-            # diffusers drops a mask that is all true
-            if mask_BT is None:
-                mask_BT = torch.ones(embeds_BTD.shape[:2], dtype=torch.bool)
-            return {"prompt_embeds": embeds_BTD.cpu(), "prompt_mask": mask_BT.bool().cpu()}
-
-        with freed(pipeline.text_encoder):
-            yield encode
+    def encode(self, pipeline: Any, texts: Sequence[str], images: Sequence[Images]) -> Tensors:
+        embeds_BTD, mask_BT = pipeline.encode_prompt(
+            list(texts), max_sequence_length=self.max_prompt_tokens
+        )
+        # diffusers drops a mask that is all true
+        if mask_BT is None:
+            mask_BT = torch.ones(embeds_BTD.shape[:2], dtype=torch.bool)
+        return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT.bool()}
 
 
 def _trim(embeds_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor | None]:

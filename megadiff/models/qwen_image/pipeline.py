@@ -5,28 +5,19 @@ Tested with vllm-omni 0.26 and 0.28.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 
-from megadiff.models.adapter import Images
 from megadiff.models.pipeline_base import RolloutPipelineMixin, TransformerCall
 from megadiff.models.qwen_image.plan import SERVED_NAMES
-from megadiff.types import Tensors
 
 
 class QwenImageRolloutPipeline(RolloutPipelineMixin, QwenImagePipeline):
     supports_step_execution = False
     served_names = SERVED_NAMES
     cast_networks = ("text_encoder", "vae")
-
-    def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
-        embeds_BTD, mask_BT = self.encode_prompt(
-            list(texts), max_sequence_length=self.adapter.max_prompt_tokens
-        )
-        return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT.bool()}
 
     def transformer_call(self, component: str) -> TransformerCall:
         return with_text_widths(super().transformer_call(component))

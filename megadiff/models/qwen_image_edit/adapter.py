@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megadiff.models.adapter import IMAGE_LATENTS, Images, PromptEncoder, freed
+from megadiff.models.adapter import Images
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.decoding import TokenCount
-from megadiff.models.packing import PATCH
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.qwen_image_edit import text as edit_text
 from megadiff.types import Sampling, Tensors
@@ -28,6 +28,8 @@ class QwenImageEditAdapter(QwenImageAdapter):
     published = {"2509, 20.4 B": "", "2511, 20.4 B": ""}
     pipeline_class = "QwenImageEditPlusPipeline"
     rollout_pipeline = "megadiff.models.qwen_image_edit.pipeline:QwenImageEditRolloutPipeline"
+    supervised_obstacle = "an edit begins with given images, which captioned ones lack"
+    needs_images = True
     most_images = 4  # as in vllm-omni's pipeline; more do not fit into the prompt
 
     def image_size(self, height: int, width: int, sampling: Sampling) -> tuple[int, int]:
@@ -35,10 +37,11 @@ class QwenImageEditAdapter(QwenImageAdapter):
 
         The stock pipelines give all images an area of 1024², which is the same where that is drawn.
         """
+        edit_text.picture_sides(height, width)  # what its text encoder refuses, too
         return edit_text.sides_of_area(height, width, sampling.height * sampling.width)
 
     def image_shapes(self, sampling: Sampling) -> list[tuple[int, int, int]]:
-        pixels = self.vae_factor * PATCH
+        pixels = self.pixels_per_token
         given = [(1, height // pixels, width // pixels) for height, width in sampling.images]
         return [*super().image_shapes(sampling), *given]
 
@@ -55,24 +58,21 @@ class QwenImageEditAdapter(QwenImageAdapter):
         velocity_BLC = super().packed_pass(transformer, all_BLC, sigma_B, text, sampling)
         return velocity_BLC[:, : latents_BLC.shape[1]]
 
-    @contextmanager
-    def prompt_encoder(
-        self, *, dtype: torch.dtype, device: torch.device | str
-    ) -> Iterator[PromptEncoder]:
+    def text_pipeline(self, dtype: torch.dtype) -> Any:
+        """Load what encodes instructions: the stock pipeline's processor needs torchvision."""
         from transformers import Qwen2_5_VLForConditionalGeneration
 
-        processor = edit_text.PictureProcessor.from_pretrained(self.model_folder)
-        text_encoder: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        text_encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(
             self.model_folder / "text_encoder", dtype=dtype
         )
-        text_encoder.to(device)
+        processor = edit_text.PictureProcessor.from_pretrained(self.model_folder)
+        return SimpleNamespace(processor=processor, text_encoder=text_encoder)
 
-        def encode(texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
-            embeds_BTD, mask_BT = edit_text.encode(texts, images, processor, text_encoder)
-            return {"prompt_embeds": embeds_BTD.cpu(), "prompt_mask": mask_BT.cpu()}
-
-        with freed(text_encoder):
-            yield encode
+    def encode(self, pipeline: Any, texts: Sequence[str], images: Sequence[Images]) -> Tensors:
+        embeds_BTD, mask_BT = edit_text.encode(
+            texts, images, pipeline.processor, pipeline.text_encoder
+        )
+        return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT}
 
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
         """Count the tokens of all images: all pass through all blocks."""

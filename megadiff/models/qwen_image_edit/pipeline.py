@@ -5,18 +5,15 @@ Tested with vllm-omni 0.28.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
 from vllm_omni.diffusion.models.qwen_image import pipeline_qwen_image_edit_plus as stock
 
-from megadiff.models.adapter import Images
 from megadiff.models.pipeline_base import RolloutPipelineMixin, TransformerCall
 from megadiff.models.qwen_image.pipeline import with_text_widths
 from megadiff.models.qwen_image.plan import SERVED_NAMES
 from megadiff.models.qwen_image_edit import text as edit_text
-from megadiff.types import Tensors
 
 
 class QwenImageEditRolloutPipeline(RolloutPipelineMixin, stock.QwenImageEditPlusPipeline):
@@ -28,10 +25,6 @@ class QwenImageEditRolloutPipeline(RolloutPipelineMixin, stock.QwenImageEditPlus
         # the stock one needs torchvision, for videos
         with patch.object(stock, "Qwen2VLProcessor", edit_text.PictureProcessor):
             super().__init__(od_config=od_config, prefix=prefix)
-
-    def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
-        embeds_BTD, mask_BT = edit_text.encode(texts, images, self.processor, self.text_encoder)
-        return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT}
 
     def transformer_call(self, component: str) -> TransformerCall:
         return with_text_widths(super().transformer_call(component))

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2VLProcessor
+
+from megadiff.models.packing import pad_rows
 
 # As in the pipelines of diffusers 0.40 and vllm-omni 0.28.
 TEMPLATE = (
@@ -26,6 +27,7 @@ PREFIX_TOKENS = 64  # of the template before the pictures; the transformer does 
 PICTURE = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 PICTURE_PIXELS = 384 * 384  # to which a picture is scaled for the text encoder
 SIDE_MULTIPLE = 32
+MOST_RATIO = 200  # of a picture's sides; transformers' Qwen2VLImageProcessor refuses more
 
 
 class PictureProcessor(Qwen2VLProcessor):
@@ -84,11 +86,7 @@ def encode(
         # and columns.
         states = text_encoder(**inputs, output_hidden_states=True).hidden_states[-1]
         rows.append(states[0, PREFIX_TOKENS:])
-
-    embeds_BTD = pad_sequence(rows, batch_first=True)
-    lengths_B = torch.tensor([len(row) for row in rows], device=embeds_BTD.device)
-    columns_T = torch.arange(embeds_BTD.shape[1], device=embeds_BTD.device)
-    return embeds_BTD, columns_T < lengths_B[:, None]
+    return pad_rows(rows)
 
 
 def sides_of_area(height: int, width: int, pixels: int) -> tuple[int, int]:
@@ -109,7 +107,21 @@ def sides_of_area(height: int, width: int, pixels: int) -> tuple[int, int]:
     return sides[0] * SIDE_MULTIPLE, sides[1] * SIDE_MULTIPLE
 
 
+def picture_sides(height: int, width: int) -> tuple[int, int]:
+    """Return (height, width) of a picture as the text encoder sees it.
+
+    Raises ValueError for one whose sides it cannot take.
+    """
+    sides = sides_of_area(height, width, PICTURE_PIXELS)
+    if max(sides) > MOST_RATIO * min(sides):
+        raise ValueError(
+            f"a given image has {width}x{height} pixels; for the text encoder one side may be at "
+            f"most {MOST_RATIO} times the other; crop it"
+        )
+    return sides
+
+
 def _scaled(picture_HWC: np.ndarray) -> Image.Image:
-    height, width = sides_of_area(picture_HWC.shape[0], picture_HWC.shape[1], PICTURE_PIXELS)
+    height, width = picture_sides(*picture_HWC.shape[:2])
     image = Image.fromarray(picture_HWC)
     return image.resize((width, height), Image.Resampling.LANCZOS)

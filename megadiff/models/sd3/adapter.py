@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from megadiff.diffusion.schedule import static_shift
-from megadiff.models.adapter import Images, PromptEncoder, freed
+from megadiff.models.adapter import Images
 from megadiff.models.image_family import ImageFamily
-from megadiff.models.packing import PATCH
 from megadiff.models.sd3.plan import PLAN
 from megadiff.types import Sampling, Tensors
 
@@ -37,6 +36,7 @@ class SD3Adapter(ImageFamily):
     # it cannot see is refused.
     max_prompt_tokens = T5_TOKENS
     text_tokens = CLIP_TOKENS + T5_TOKENS  # all of them are attended to, padding as well
+    other_sizes = ("in_channels", "pos_embed_max_size")
     tokenizer_class = "T5TokenizerFast"
     tokenizer_folder = "tokenizer_3"
 
@@ -59,16 +59,9 @@ class SD3Adapter(ImageFamily):
 
         return SD3Attention(tokens)
 
-    def validate(self, sampling: Sampling) -> None:
-        super().validate(sampling)
-        most = self.config["pos_embed_max_size"]
-        grid = self.grid(sampling)
-        if max(grid.rows, grid.columns) > most:
-            pixels = most * PATCH * self.vae_factor
-            raise ValueError(
-                f"rollout.height={sampling.height} and rollout.width={sampling.width}, but this "
-                f"model has positions for {pixels} pixels a side; set both to {pixels} or less"
-            )
+    def __init__(self, model_folder: Path | str) -> None:
+        super().__init__(model_folder)
+        self.positions_per_side = self.config["pos_embed_max_size"]
 
     def last_sigma(self, num_steps: int) -> float:
         """Return the scheduler's sigma_min, which is shifted already and will be once more."""
@@ -101,37 +94,16 @@ class SD3Adapter(ImageFamily):
             return_dict=False,
         )[0]
 
-    @contextmanager
-    def prompt_encoder(
-        self, *, dtype: torch.dtype, device: torch.device | str
-    ) -> Iterator[PromptEncoder]:
+    def encode(self, pipeline: Any, texts: Sequence[str], images: Sequence[Images]) -> Tensors:
         """Encode by both CLIP encoders and T5."""
-        from diffusers import StableDiffusion3Pipeline
-
-        # None: of the whole pipeline only tokenizers and text encoders are loaded
-        pipeline = StableDiffusion3Pipeline.from_pretrained(
-            self.model_folder, transformer=None, vae=None, torch_dtype=dtype
-        ).to(device)
-
-        @torch.no_grad()
-        def encode(texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
-            embeds_BTD, _, pooled_BD, _ = pipeline.encode_prompt(
-                list(texts),
-                None,
-                None,
-                do_classifier_free_guidance=False,
-                max_sequence_length=T5_TOKENS,
-            )
-            return {"prompt_embeds": embeds_BTD.cpu(), "pooled_prompt_embeds": pooled_BD.cpu()}
-
-        with ExitStack() as stack:
-            for network in (
-                pipeline.text_encoder,
-                pipeline.text_encoder_2,
-                pipeline.text_encoder_3,
-            ):
-                stack.enter_context(freed(network))
-            yield encode
+        embeds_BTD, _, pooled_BD, _ = pipeline.encode_prompt(
+            list(texts),
+            None,
+            None,
+            do_classifier_free_guidance=False,
+            max_sequence_length=T5_TOKENS,
+        )
+        return {"prompt_embeds": embeds_BTD, "pooled_prompt_embeds": pooled_BD}
 
     def blank_text(self, num_tokens: int) -> Tensors:
         return {

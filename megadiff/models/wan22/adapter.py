@@ -1,40 +1,44 @@
-"""Adapt Wan2.2 to the trainer: latents, conditioning, timesteps, guidance, schedule, experts."""
+"""Adapt Wan to the trainer: experts, timesteps of single tokens, given first frames."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megadiff.diffusion.guidance import plain_cfg
-from megadiff.models.adapter import (
-    IMAGE_LATENTS,
-    NEGATIVE,
-    Conditioning,
-    Images,
-    ModelAdapter,
-    PromptEncoder,
-    freed,
-    text_of_side,
-)
+from megadiff.models.adapter import Images
+from megadiff.models.conditioning import IMAGE_LATENTS, Conditioning
 from megadiff.models.decoding import Decoding, TokenCount
-from megadiff.models.packing import pack, unpack
+from megadiff.models.guided_family import GuidedFamily
+from megadiff.models.packing import PATCH, pack, unpack
 from megadiff.models.wan22 import text as wan_text
-from megadiff.models.wan22.checkpoint import HIGH_NOISE, WanCheckpoint
+from megadiff.models.wan22.checkpoint import (
+    HIGH_NOISE,
+    LOW_NOISE,
+    boundary_ratio_of,
+    check_experts,
+)
 from megadiff.models.wan22.plan import PLAN
 from megadiff.models.wan22.text import TEXT_TOKENS
+from megadiff.tensors.model_files import read_json
 from megadiff.types import Sampling, Tensors
 
 if TYPE_CHECKING:
     from megadiff.parallel.attention import TokenAttention, TokenAxes
 
+NUM_TIMESTEPS = 1000
 
-class WanAdapter(WanCheckpoint, ModelAdapter):
-    """Work with diffusers' own transformer and every engine's."""
+
+class WanAdapter(GuidedFamily):
+    """Work with one transformer (Wan2.1, TI2V-5B), or two experts that divide the schedule (A14B).
+
+    boundary_ratio: the high-noise expert is in charge from this sigma on; None with one
+    transformer. expands_timesteps: they are of single tokens, 0 for those of a given first frame.
+    given_channels: of the transformer's input beside the latents', for a given first frame.
+    """
 
     title = "Wan2.1 and Wan2.2"
     published = {
@@ -44,6 +48,7 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
         "Wan2.2 T2V-A14B, two experts": "",
     }
     text_width_key = "text_dim"
+    other_sizes = ("in_channels", "out_channels", "ffn_dim", "text_dim")
     pipeline_class = "WanPipeline"
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanRolloutPipeline"
     plan = PLAN
@@ -58,64 +63,117 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
     transformer_class = "WanTransformer3DModel"
     vae_class = "AutoencoderKLWan"
     tokenizer_class = "AutoTokenizer"
+    given_channels = 0
 
     def __init__(self, model_folder: Path | str) -> None:
-        """Read model_folder, a diffusers pipeline folder, as WanCheckpoint does."""
+        """Read the folder's JSON files.
+
+        Raises ValueError for a missing file or key, and for a Wan that this family does not cover.
+        """
         super().__init__(model_folder)
-        self.mlp_ratio = self.ffn_width / self.width
+        index = read_json(self.model_folder / "model_index.json")
+        self.boundary_ratio = boundary_ratio_of(self.model_folder, index)
+        if self.boundary_ratio is not None:
+            self.components = (HIGH_NOISE, LOW_NOISE)
+            self.guidance_keys = ("guidance_scale", "guidance_scale_2")
+        configs = {name: self.read_config(name) for name in self.components}
+        check_experts(self.model_folder, configs, given_channels=self.given_channels)
+        sizes = (*self.size_keys, *self.other_sizes)
+        differing = [key for key in sizes if configs[self.components[-1]][key] != self.config[key]]
+        if differing:
+            raise ValueError(
+                f"{self.model_folder}: its experts differ in {', '.join(differing)}; they must be "
+                "of one shape"
+            )
+
+        self.expands_timesteps = bool(index.get("expand_timesteps"))
+        self.most_images = 1 if self.expands_timesteps or self.given_channels else 0
+        # as the authors play TI2V-5B's and T2V-A14B's videos; no file says it
+        self.frames_per_s = 24 if self.expands_timesteps else 16
+        self.channels = self.config["out_channels"]
+        self.mlp_ratio = self.config["ffn_dim"] / self.width
+
+        vae = read_json(self.model_folder / "vae" / "config.json")
+        # diffusers' defaults, for a config that names neither
+        self.spatial = vae.get("scale_factor_spatial") or 8
+        self.temporal = vae.get("scale_factor_temporal") or 4
+
+    def component_of(self, sigma: float) -> str:
+        """Return the expert in charge: high noise from 1000·boundary_ratio on."""
+        if self.boundary_ratio is None:
+            return HIGH_NOISE
+        # to a thousandth, as a float32 sigma of 0.9 lies a little below 0.9
+        timestep = round(NUM_TIMESTEPS * sigma, 3)
+        boundary = round(NUM_TIMESTEPS * self.boundary_ratio, 3)
+        return HIGH_NOISE if timestep >= boundary else LOW_NOISE
+
+    def guidance_scale(self, component: str, sampling: Sampling) -> float:
+        if component == LOW_NOISE:
+            return sampling.guidance_scale_2 or sampling.guidance_scale
+        return sampling.guidance_scale
 
     def attention(self, tokens: TokenAxes) -> TokenAttention:
         from megadiff.models.wan22.attention import WanAttention
 
         return WanAttention(tokens)
 
-    def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
-        self.check_float32_streams()
-
-    def check_float32_streams(self) -> None:
-        raise ValueError(
-            "model.float32_streams=true, but Wan's streams are in its weights' dtype; "
-            "set it to false"
-        )
-
     def num_prompt_tokens(self, text: str, tokenizer: Any) -> int:
         return super().num_prompt_tokens(wan_text.cleaned(text), tokenizer)
 
-    def velocity(
+    def validate(self, sampling: Sampling) -> None:
+        super().validate(sampling)
+        frames = sampling.num_frames
+        temporal = self.temporal
+        if frames < 1 or (frames - 1) % temporal:
+            nearest = max(round((frames - 1) / temporal), 0) * temporal + 1
+            raise ValueError(
+                f"rollout.num_frames={frames} is not 1 + a multiple of {temporal} (frames a latent "
+                f"after the first); set rollout.num_frames={nearest}"
+            )
+        if not sampling.images:
+            return
+        if sampling.images[0] != (sampling.height, sampling.width):
+            rows, columns = sampling.images[0]
+            raise ValueError(
+                f"a given image has {columns}x{rows} pixels, a first frame must have the video's "
+                f"{sampling.width}x{sampling.height}; scale or crop the file, or set rollout.width "
+                "and rollout.height"
+            )
+        if frames == 1:
+            raise ValueError(
+                "rollout.images=true with rollout.num_frames=1: the only frame is given and "
+                f"nothing is drawn; set rollout.num_frames={1 + temporal} or more"
+            )
+
+    def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
+        """Return (tokens, channels) of what is drawn: all frames, or all but a given first."""
+        grid = self.grid(sampling)
+        num_given = grid.tokens_per_frame if self.has_clean_tokens(sampling) else 0
+        return grid.num_tokens - num_given, self.channels * PATCH**2
+
+    def has_clean_tokens(self, sampling: Sampling) -> bool:
+        """Tell whether the first frame's tokens are given, and not drawn."""
+        return bool(sampling.images) and self.expands_timesteps
+
+    def packed_pass(
         self,
         transformer: Any,
         latents_BLC: Tensor,
         sigma_B: Tensor,
-        conditioning: Conditioning,
+        text: Mapping[str, Tensor],
         sampling: Sampling,
-        *,
-        component: str = HIGH_NOISE,
     ) -> Tensor:
-        """Return the velocity [B, L, C] float32, guided by the component's own scale.
-
-        conditioning: prompt_embeds [B, tokens, D] and prompt_mask [B, tokens], with negative_ in
-        front as well under guidance; image_latents where the first frame is given.
-        """
-        timestep = self.timestep(sigma_B).to(latents_BLC.device)
-        video_BCFHW, timestep = self.model_input(latents_BLC, timestep, conditioning, sampling)
-        video_BCFHW = video_BCFHW.to(transformer.dtype)
-
-        def one_pass(prefix: str) -> Tensor:
-            text = text_of_side(conditioning, prefix, latents_BLC.device)
-            (velocity_BCFHW,) = transformer(
-                hidden_states=video_BCFHW,
-                timestep=timestep,
-                encoder_hidden_states=wan_text.padded(text).to(video_BCFHW),
-                return_dict=False,
-            )[:1]
-            return pack(velocity_BCFHW)[:, -latents_BLC.shape[1] :]
-
-        # guidance is computed in the transformer's output dtype; both passes carry gradient
-        velocity_BLC = one_pass("")
-        scale = self.guidance_scale(component, sampling)
-        if scale > 1:
-            velocity_BLC = plain_cfg(velocity_BLC, one_pass(NEGATIVE), scale)
-        return velocity_BLC.float()
+        # Timesteps are never in the model's dtype: bfloat16 rounds 978 to 980.
+        video_BCFHW, timestep = self.model_input(
+            latents_BLC, NUM_TIMESTEPS * sigma_B, text, sampling
+        )
+        (velocity_BCFHW,) = transformer(
+            hidden_states=video_BCFHW,
+            timestep=timestep,
+            encoder_hidden_states=wan_text.padded(text).to(video_BCFHW),
+            return_dict=False,
+        )[:1]
+        return pack(velocity_BCFHW)[:, -latents_BLC.shape[1] :]
 
     def model_input(
         self,
@@ -148,24 +206,9 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
             latents_NLC = torch.cat([first_NLC, latents_NLC], dim=1)
         return super().decode(vae, latents_NLC, sampling, conditioning)
 
-    @contextmanager
-    def prompt_encoder(
-        self, *, dtype: torch.dtype, device: torch.device | str
-    ) -> Iterator[PromptEncoder]:
-        from transformers import AutoTokenizer, UMT5EncoderModel
-
-        tokenizer = AutoTokenizer.from_pretrained(self.model_folder / "tokenizer")
-        text_encoder: Any = UMT5EncoderModel.from_pretrained(
-            self.model_folder / "text_encoder", dtype=dtype
-        )
-        text_encoder.to(device)
-
-        def encode(texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
-            embeds_BTD, mask_BT = wan_text.encode(texts, tokenizer, text_encoder)
-            return {"prompt_embeds": embeds_BTD.to("cpu", dtype), "prompt_mask": mask_BT.cpu()}
-
-        with freed(text_encoder):
-            yield encode
+    def encode(self, pipeline: Any, texts: Sequence[str], images: Sequence[Images]) -> Tensors:
+        embeds_BTD, mask_BT = wan_text.encode(texts, pipeline.tokenizer, pipeline.text_encoder)
+        return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT}
 
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
         """Count tokens; the text is padded, whatever num_text_tokens."""
@@ -185,7 +228,7 @@ class WanAdapter(WanCheckpoint, ModelAdapter):
         # keys and values of the text attention of its t tokens.
         own_attention = 8 * s * d**2 + 4 * s**2 * d
         text_attention = 4 * (s + t) * d**2 + 4 * s * t * d
-        feed_forward = 4 * s * d * self.ffn_width
+        feed_forward = 4 * s * d * self.config["ffn_dim"]
         one_pass = self.num_layers * (own_attention + text_attention + feed_forward)
 
         # experts may differ in their guidance, and so in the passes of a step

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megadiff.models.adapter import IMAGE_LATENTS, Conditioning, ImageEncoder
+from megadiff.models.adapter import ImageEncoder
+from megadiff.models.conditioning import IMAGE_LATENTS, Conditioning
 from megadiff.models.packing import unpack
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.types import Sampling
@@ -28,16 +29,11 @@ class WanImageToVideoAdapter(WanAdapter):
     published = {"Wan2.2 I2V-A14B, two experts": ""}
     pipeline_class = "WanImageToVideoPipeline"
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanImageToVideoRolloutPipeline"
+    needs_images = True
     needs_plain_image = True
+    needs_images = True
+    supervised_obstacle = "its given first frame would be all of a video of one frame"
     given_channels = MASK_CHANNELS + LATENT_CHANNELS
-
-    def validate(self, sampling: Sampling) -> None:
-        super().validate(sampling)
-        if not sampling.images:
-            raise ValueError(
-                "rollout.images=false, but Wan2.2 I2V begins a video with a given image; set it to "
-                "true, and give each row of data.prompts its `image`"
-            )
 
     def image_latents_shape(self, sampling: Sampling) -> tuple[int, int]:
         return self.latents_shape(sampling)

@@ -5,7 +5,6 @@ Tested with vllm-omni 0.26 and 0.28.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +13,9 @@ from PIL.Image import Image
 from torch import Tensor
 from vllm_omni.diffusion.models.wan2_2 import Wan22I2VPipeline, Wan22Pipeline, pipeline_wan2_2_i2v
 
-from megadiff.models.adapter import Images
 from megadiff.models.pipeline_base import RolloutPipelineMixin
-from megadiff.models.wan22 import text as wan_text
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.plan import SERVED_NAMES
-from megadiff.types import Tensors
 
 
 def to_tensor(image: Image) -> Tensor:
@@ -36,18 +32,12 @@ class WanRolloutMixin(RolloutPipelineMixin):
     """Give what text-to-video and image-to-video have alike."""
 
     adapter: WanAdapter
-    tokenizer: Any
-    text_encoder: Any
     served_names = SERVED_NAMES
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         super().__init__(od_config=od_config, prefix=prefix)
         # of plain requests: vllm-omni takes 0.875 for every model
         self.boundary_ratio = self.adapter.boundary_ratio
-
-    def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
-        embeds_BTD, mask_BT = wan_text.encode(texts, self.tokenizer, self.text_encoder)
-        return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT}
 
 
 class WanRolloutPipeline(WanRolloutMixin, Wan22Pipeline):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from megadiff.models.adapter import Images, PromptEncoder, freed
+from megadiff.models.adapter import Images
 from megadiff.models.decoding import TokenCount
 from megadiff.models.image_family import ImageFamily
+from megadiff.models.packing import pad_rows
 from megadiff.models.z_image.plan import PLAN
 from megadiff.types import Sampling, Tensors
 
@@ -76,23 +75,11 @@ class ZImageAdapter(ImageFamily):
         # the stock pipelines.
         return -torch.stack(images).squeeze(2).float()
 
-    @contextmanager
-    def prompt_encoder(
-        self, *, dtype: torch.dtype, device: torch.device | str
-    ) -> Iterator[PromptEncoder]:
-        """Encode by the checkpoint's template and text encoder."""
-        from diffusers import ZImagePipeline
-
-        # None: of the whole pipeline only the tokenizer and the text encoder are loaded
-        pipeline = ZImagePipeline.from_pretrained(
-            self.model_folder, transformer=None, vae=None, scheduler=None, torch_dtype=dtype
-        ).to(device)
-
-        def encode(texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
-            return {name: tensor.cpu() for name, tensor in encoded(pipeline, texts).items()}
-
-        with freed(pipeline.text_encoder):
-            yield encode
+    def encode(self, pipeline: Any, texts: Sequence[str], images: Sequence[Images]) -> Tensors:
+        # a copy: the pipeline puts the filled-in template in its place
+        embeds, _ = pipeline.encode_prompt(list(texts), do_classifier_free_guidance=False)
+        embeds_BTD, mask_BT = pad_rows(embeds)
+        return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT}
 
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:
         image, _ = self.latents_shape(sampling)
@@ -116,14 +103,3 @@ class ZImageTurboAdapter(ZImageAdapter):
 def filled(num_tokens: int) -> int:
     """Return the tokens of an image or a text after learned ones have filled it up."""
     return -(-num_tokens // FILL) * FILL
-
-
-@torch.no_grad()
-def encoded(pipeline: Any, texts: Sequence[str]) -> Tensors:
-    """Encode texts by a pipeline of diffusers or vllm-omni, as wide as the longest."""
-    # a copy: the pipeline puts the filled-in template in its place
-    embeds, _ = pipeline.encode_prompt(list(texts), do_classifier_free_guidance=False)
-    lengths_B1 = torch.tensor([[len(embeds_TD)] for embeds_TD in embeds])
-    embeds_BTD = pad_sequence(embeds, batch_first=True)
-    mask_BT = torch.arange(embeds_BTD.shape[1]) < lengths_B1
-    return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT}

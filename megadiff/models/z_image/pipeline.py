@@ -15,12 +15,10 @@ from typing import Any
 from torch import Tensor
 from vllm_omni.diffusion.models.z_image import pipeline_z_image
 
-from megadiff.models.adapter import Images
 from megadiff.models.pipeline_base import RolloutPipelineMixin, TransformerCall
-from megadiff.models.z_image.adapter import encoded, filled
+from megadiff.models.z_image.adapter import filled
 from megadiff.models.z_image.plan import SERVED_NAMES
 from megadiff.tensors.model_files import read_json
-from megadiff.types import Tensors
 
 
 class ZImageRolloutPipeline(RolloutPipelineMixin, pipeline_z_image.ZImagePipeline):
@@ -39,9 +37,6 @@ class ZImageRolloutPipeline(RolloutPipelineMixin, pipeline_z_image.ZImagePipelin
         finally:
             pipeline_z_image.ZImageTransformer2DModel = stock
         self.device = self._execution_device
-
-    def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
-        return encoded(self, texts)
 
     def transformer_call(self, component: str) -> TransformerCall:
         call = super().transformer_call(component)

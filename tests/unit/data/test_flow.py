@@ -51,11 +51,12 @@ def make_dataset(
         folder / "latents_00000_00000.safetensors",
         torch.arange(num_images).float()[:, None, None].expand(-1, 4, 8),
     )
+    lengths = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    write_tensor(folder / "lengths.prompt_mask_00000_00000.safetensors", lengths)
+    numbers_N = torch.arange(4.0).repeat_interleave(lengths)
     write_tensor(
-        folder / "lengths_00000_00000.safetensors", torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+        folder / "tokens.prompt_embeds_00000_00000.safetensors", numbers_N[:, None].expand(-1, 5)
     )
-    numbers = torch.arange(4).repeat_interleave(torch.tensor([1, 2, 3, 4]))
-    write_tensor(folder / "tokens_00000_00000.safetensors", numbers.float()[:, None].expand(-1, 5))
     write_tensor(folder / "caption_index.safetensors", (1 + torch.arange(num_images) % 3).int())
     (folder / "captions.json").write_text(json.dumps(captions))
     return LatentDataset(folder)

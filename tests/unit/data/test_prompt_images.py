@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -52,6 +53,14 @@ def test_images_are_named_from_the_prompt_files_folder(
     # ids are the noise: they stay what they were when rows had one image alone
     assert prompt_id("a", " ", ["one.png"]) == digest_of('["a", " ", "one.png"]', size=8)
 
+    # a file elsewhere, by a path from this folder or a whole one
+    far = picture(tmp_path / "far.png")
+    rows = [{"prompt": "a", "image": "../far.png"}, {"prompt": "a", "image": str(far)}]
+    upwards, absolute = load_prompts(
+        prompts(Path("data"), *rows), max_chars=9, check_images=readable
+    )
+    assert (upwards.images, absolute.images) == (("data/../far.png",), (str(far),))
+
 
 def test_pixels_are_those_of_the_file(tmp_path: Path) -> None:
     path = picture(tmp_path / "a.png")
@@ -78,12 +87,14 @@ def test_where_the_model_is_given_none_images_are_columns(
     ("name", "words"),
     [
         ("gone.png", ["gone.png", "cannot be read"]),
-        ("folder", ["cannot be read"]),
+        ("folder", ["cannot be read", "folder is no file"]),
+        ("pipe.png", ["cannot be read", "pipe.png is no file"]),
         ("nul\0.png", ["cannot be read", "null byte"]),
         ("torn.png", ["torn.png", "no readable image"]),
         ("text.png", ["5 bytes that are no readable image"]),
         ("empty.png", ["empty.png: 0 bytes that are no readable image"]),
         ("bomb.png", ["bomb.png", "no readable image", "exceeds limit"]),
+        ("large.png", ["large.png", "no readable image", "(400000000 pixels) exceeds limit"]),
         ("float.tif", ["float.tif", "samples of 32 bits"]),
         ("", ["images are {'image': ''}", "rollout.images=true"]),
         (None, ["images are {}"]),
@@ -95,7 +106,9 @@ def test_where_the_model_is_given_none_images_are_columns(
 def test_refusals_name_file_and_line(tmp_path: Path, name: object, words: list[str]) -> None:
     good = picture(tmp_path / "good.png")
     (tmp_path / "empty.png").touch()
-    (tmp_path / "bomb.png").write_bytes(bomb())
+    (tmp_path / "bomb.png").write_bytes(bomb(100_000))
+    (tmp_path / "large.png").write_bytes(bomb(20_000))
+    os.mkfifo(tmp_path / "pipe.png")
     Image.new("F", (8, 8)).save(tmp_path / "float.tif")
     (tmp_path / "torn.png").write_bytes(good.read_bytes()[:-3000])
     (tmp_path / "text.png").write_text("hello")
@@ -117,9 +130,9 @@ def test_a_row_has_one_of_the_two_columns(tmp_path: Path) -> None:
         load_prompts(tmp_path / "p.txt", max_chars=9, check_images=readable)
 
 
-def bomb() -> bytes:
-    """Return a PNG of few bytes whose header says 100,000 x 100,000 pixels."""
-    chunks = [b"IHDR" + struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0), b"IDAT"]
+def bomb(side: int) -> bytes:
+    """Return a PNG of few bytes whose header says that it is side × side pixels."""
+    chunks = [b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0), b"IDAT"]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
         for chunk in chunks
@@ -127,7 +140,9 @@ def bomb() -> bytes:
 
 
 def test_unusual_images_are_read_as_a_viewer_shows_them(tmp_path: Path) -> None:
-    """CMYK, 16 bits, a palette, transparency, and a photograph that its camera was turned for."""
+    """CMYK, 16 bits, a palette, transparency, an animation, and a photograph that its camera was
+    turned for.
+    """
     pixels_HWC = np.zeros((16, 24, 3), np.uint8)
     pixels_HWC[:, :12] = (255, 0, 0)
     image = Image.fromarray(pixels_HWC)
@@ -136,6 +151,15 @@ def test_unusual_images_are_read_as_a_viewer_shows_them(tmp_path: Path) -> None:
     image.convert("RGBA").save(tmp_path / "alpha.png")
     for name in ("cmyk.tif", "palette.png", "alpha.png"):
         assert np.array_equal(read_image(tmp_path / name), pixels_HWC), name
+
+    blue = Image.new("RGB", image.size, "blue")
+    for name in ("animated.gif", "animated.png"):
+        image.save(tmp_path / name, save_all=True, append_images=[blue])
+        assert np.array_equal(read_image(tmp_path / name), pixels_HWC), name
+    # the red half is transparent: it is white
+    clear = image.convert("P")
+    clear.save(tmp_path / "clear.png", transparency=clear.getpixel((0, 0)))
+    assert np.array_equal(read_image(tmp_path / "clear.png")[0, [0, -1]], [[255] * 3, [0] * 3])
 
     levels = np.linspace(0, 65535, 16 * 24).reshape(16, 24).astype(np.uint16)
     Image.fromarray(levels).save(tmp_path / "deep.png")

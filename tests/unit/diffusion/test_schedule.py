@@ -9,7 +9,7 @@ from megadiff.diffusion.schedule import (
     check_window,
     qwen_image_shift,
     qwen_image_sigmas,
-    wan_sigmas,
+    static_sigmas,
 )
 from megadiff.types import Sampling
 
@@ -72,11 +72,10 @@ def test_the_shift_is_the_schedule_before_its_stretch(num_tokens):
 
 
 def test_wan_golden():
-    torch.testing.assert_close(
-        wan_sigmas(10, flow_shift=5.0), torch.tensor(GOLDEN_WAN), atol=5e-4, rtol=0
-    )
-    assert int((wan_sigmas(10, flow_shift=5.0)[:-1] >= 0.875).sum()) == 5
-    assert int((wan_sigmas(10, flow_shift=12.0)[:-1] >= 0.875).sum()) == 7
+    of_5b, of_14b = (static_sigmas(10, shift=shift, last=0.1) for shift in (5.0, 12.0))
+    torch.testing.assert_close(of_5b, torch.tensor(GOLDEN_WAN), atol=5e-4, rtol=0)
+    assert int((of_5b[:-1] >= 0.875).sum()) == 5
+    assert int((of_14b[:-1] >= 0.875).sum()) == 7
 
 
 def test_schedule_without_its_config_is_refused():

@@ -292,9 +292,9 @@ def test_shapes_and_flops_at_real_size(adapter):
         ),
         ({"width": 0}, "rollout.width=0"),
         ({"num_frames": 5}, "rollout.num_frames=5"),
-        ({"images": ((64, 64),)}, "rollout.images=true, but Qwen-Image"),
+        ({"images": ((64, 64),)}, r"rollout.images=true, but this model \(Qwen-Image\) draws"),
         ({"true_cfg_scale": 0.5}, "rollout.true_cfg_scale=0.5"),
-        ({"guidance_scale": 5.0}, "set rollout.true_cfg_scale"),
+        ({"guidance_scale": 5.0}, "by rollout.true_cfg_scale alone; set rollout.guidance_scale=1"),
     ],
 )
 def test_impossible_sampling_is_refused(adapter, change, message):
@@ -310,7 +310,7 @@ def test_folder_without_transformer_is_refused(tmp_path):
 
 def test_an_editing_model_is_refused(tmp_path):
     (tmp_path / "transformer").mkdir()
-    sizes = '"num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 1'
+    sizes = '"in_channels": 4, "num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 1'
     config = tmp_path / "transformer" / "config.json"
     config.write_text(f'{{"zero_cond_t": true, {sizes}}}')
     with pytest.raises(ValueError, match="zero_cond_t=true, an editing model"):

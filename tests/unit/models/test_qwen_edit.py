@@ -25,7 +25,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from examples.tiny_models.qwen_image_edit import KINDS, write_tiny_pipeline
 from megadiff.diffusion.sde import ode_step
-from megadiff.models.adapter import IMAGE_LATENTS
+from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.packing import TokenGrid
 from megadiff.models.qwen_image_edit.adapter import QwenImageEditAdapter
 from megadiff.models.qwen_image_edit.text import PictureProcessor, encode, sides_of_area
@@ -202,7 +202,7 @@ def _without_zero_time(transformer: Any) -> Any:
 
 def test_what_cannot_be_given_is_refused(folder):
     adapter = QwenImageEditAdapter(folder)
-    with pytest.raises(ValueError, match="rollout.images=false, but Qwen-Image-Edit edits images"):
+    with pytest.raises(ValueError, match="rollout.images=false, but Qwen-Image-Edit starts"):
         adapter.validate(replace(SAMPLING, images=()))
     with pytest.raises(ValueError, match="5 images are given, Qwen-Image-Edit takes 4"):
         adapter.validate(replace(SAMPLING, images=((64, 64),) * 5))
@@ -214,3 +214,7 @@ def test_what_cannot_be_given_is_refused(folder):
     # the stock ones would scale it to nothing
     with pytest.raises(ValueError, match="has 4000x40 pixels; scaled to an area of 4096 pixels"):
         adapter.image_size(40, 4000, SAMPLING)
+    # what the transformer takes, and the text encoder's processor does not
+    with pytest.raises(ValueError, match="has 3000x10 pixels; for the text encoder one side may"):
+        adapter.image_size(10, 3000, square)
+    assert adapter.image_size(10, 1900, square) == (64, 14112)

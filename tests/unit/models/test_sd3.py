@@ -184,10 +184,13 @@ def test_the_table_of_positions_is_the_folders(medium: Path, tmp_path: Path) -> 
         (dict(height=72), "height=72 is not a positive multiple of 16"),
         (dict(width=528), "positions for 512 pixels a side; set both to 512 or less"),
         (dict(num_frames=5), "Stable Diffusion 3 and 3.5 makes images"),
-        (dict(images=((64, 64),)), "rollout.images=true, but Stable Diffusion 3"),
-        (dict(true_cfg_scale=2.0), "true_cfg_scale=2.0, but Stable Diffusion 3 .* is another"),
+        (dict(images=((64, 64),)), r"rollout.images=true, but this model \(Stable Diffusion 3"),
+        (
+            dict(true_cfg_scale=2.0),
+            "guided by rollout.guidance_scale alone; set rollout.true_cfg_scale=1",
+        ),
         (dict(guidance_scale=0.0), r"guidance_scale=0\.0 < 1 \(off\)"),
-        (dict(guidance_scale_2=3.0), "has no second component"),
+        (dict(guidance_scale_2=3.0), "set rollout.guidance_scale_2=0"),
     ],
 )
 def test_what_it_cannot_draw_is_refused(medium: Path, change: dict, message: str) -> None:

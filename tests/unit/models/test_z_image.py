@@ -172,7 +172,10 @@ def test_turbo_is_trained_only_when_asked_for(
     [
         (dict(height=72), "height=72 is not a positive multiple of 16"),
         (dict(num_frames=5), "Z-Image makes images"),
-        (dict(true_cfg_scale=2.0), "true_cfg_scale=2.0, but Z-Image's guidance is another"),
+        (
+            dict(true_cfg_scale=2.0),
+            "guided by rollout.guidance_scale alone; set rollout.true_cfg_scale=1",
+        ),
         (dict(guidance_scale=0.0), r"guidance_scale=0\.0 < 1 \(off\)"),
     ],
 )

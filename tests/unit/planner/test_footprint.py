@@ -1,9 +1,14 @@
 """What a replica is said to take is what its folder holds."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import safe_open
 
+from megadiff.models.registry import build_adapter
 from megadiff.planner.footprint import replica_weights
 
 
@@ -17,7 +22,36 @@ def test_every_network_counts_the_second_expert_too(tiny_wan: dict[str, Path]) -
                     for length in file.get_slice(name).get_shape():
                         count *= length
                     elements[path.parent.name.removesuffix("_2")] += count
-        found = replica_weights(model, dtype="bfloat16")
+        found = replica_weights(build_adapter(model), dtype="bfloat16")
         assert found.transformers == 2 * elements["transformer"] and found.unknown == ()
         assert found.others == 2 * (elements["text_encoder"] + elements["vae"])
         assert found.encoder == 2 * elements["text_encoder"]
+
+
+def test_a_root_folder_counts_all_that_its_files_hold(tiny_bagel: Path) -> None:
+    """But for the autoencoder: vllm-omni builds the published one, whatever the tiny one is."""
+    adapter = build_adapter(tiny_bagel)
+    with safe_open(tiny_bagel / "ema.safetensors", framework="pt") as file:
+        stored = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    networks = adapter.root_networks()
+    autoencoder = networks.pop("autoencoder")
+    found = replica_weights(adapter, dtype="bfloat16")
+    assert found.transformers + 2 * sum(networks.values()) == 2 * stored
+    assert found.others == 2 * (sum(networks.values()) + autoencoder)
+    assert 83e6 < autoencoder < 84e6
+    assert (found.encoder, found.unknown) == (0, ())
+
+
+def test_a_vision_tower_counts_where_images_are_given(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    adapter = build_adapter(tiny_folder("qwen_image_edit_2511"))
+    blind = replica_weights(adapter, dtype="bfloat16")
+    seeing = replica_weights(adapter, dtype="bfloat16", sees_images=True)
+    tower = 0
+    with safe_open(adapter.model_folder / "text_encoder/model.safetensors", "pt") as file:
+        for name in file.keys():
+            if "visual." in name:
+                tower += math.prod(file.get_slice(name).get_shape())
+    assert seeing.others - blind.others == 2 * tower > 0
+    assert seeing.encoder == blind.encoder

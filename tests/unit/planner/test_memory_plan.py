@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megadiff.cli.main import main
+from megadiff.models.registry import build_adapter
 from megadiff.planner.engine_memory import GIB
 from megadiff.planner.footprint import replica_weights
 
@@ -152,7 +153,7 @@ def test_gradients_exist_while_an_update_runs(plan):
 def test_the_workers_of_a_replica_share_the_transformer(plan):
     """On four GPUs two replicas of two are one worker a GPU, and four replicas of two are two."""
     model, transformer = ROOT / "assets/qwen_image", 2 * 20_430_401_088
-    found = replica_weights(model, dtype="bfloat16")
+    found = replica_weights(build_adapter(model), dtype="bfloat16")
     assert found.transformers == transformer
     half = transformer // 2 + found.others
     for asked, expected in (((), half), (("rollout.num_replicas=4",), 2 * half)):
@@ -398,7 +399,7 @@ def test_nothing_fits(capsys):
                 "model.float32_streams=true",
                 f"model.path={ROOT / 'assets/wan22_ti2v_5b'}",
             ),
-            "model.float32_streams=true, but Wan's streams",
+            "model.float32_streams=true, but Wan2.1 and Wan2.2's streams",
         ),
     ],
 )
@@ -409,12 +410,12 @@ def test_wrong_input_is_refused(capsys, arguments, message):
 
 
 def test_config_files_are_enough_for_a_replicas_size(tiny_model, tmp_path, capsys):
-    whole = replica_weights(tiny_model, dtype="bfloat16")
+    whole = replica_weights(build_adapter(tiny_model), dtype="bfloat16")
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
-    assert replica_weights(bare, dtype="bfloat16") == whole
+    assert replica_weights(build_adapter(bare), dtype="bfloat16") == whole
     shutil.rmtree(bare / "text_encoder")
-    assert replica_weights(bare, dtype="bfloat16").unknown == ("text_encoder",)
+    assert replica_weights(build_adapter(bare), dtype="bfloat16").unknown == ("text_encoder",)
     assert main(["plan", RECIPE, f"model.path={bare}", "--world-size", "1"]) == 0
     assert "not counted, for want of their config.json: text_encoder" in capsys.readouterr().out
 

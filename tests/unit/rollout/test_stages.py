@@ -58,6 +58,10 @@ def test_file_of_vllm_omni_fits() -> None:
         ({"lora_path": "mine"}, "has lora_path, which the run's own config decides"),
         ({"default_sampling_params": {"num_inference_steps": 4}}, "has num_inference_steps, which"),
         (
+            {"default_sampling_params": ["think"]},
+            r"default_sampling_params is \['think'\]; it must",
+        ),
+        (
             {"default_sampling_params": {"extra_args": {"cfg_text_scale": 4.0}}},
             "extra_args has cfg_text_scale, which",
         ),
@@ -93,13 +97,21 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "without a stage file; leave rollout.stage_config empty" in refused(single, qwen)
     assert "cannot be read: No such file" in refused(tmp_path / "none.yaml")
     # two stages: the thinker as an engine of its own
-    assert "is of pipeline 'bagel_think'" in refused(deploy_files() / "bagel_think.yaml")
+    think = deploy_files() / "bagel_think.yaml"
+    assert "is of pipeline 'bagel_think'" in refused(think)
+    assert "without a stage file; leave" in refused(think, qwen)
+    # a run asks for the settings first; what else the file says is not for that question
+    assert stages.thinking(think) == {"think_tokens": 0, "think_temperature": 0.0}
     assert "has stages [0, 1]" in refused(written(tmp_path, STAGE, {"stage_id": 1}))
     assert "has stages []" in refused(written(tmp_path))
     assert "has platforms, which" in refused(written(tmp_path, STAGE, platforms={}))
 
     file = tmp_path / "other.yaml"
-    for text, message in (("a: [", "is no YAML"), ("3", "no list of `stages`")):
+    for text, message in (
+        ("a: [", "is no YAML"),
+        ("3", "no list of `stages`"),
+        ("base_config: other.yaml", "other.yaml is its own base_config; name another file"),
+    ):
         file.write_text(text)
         assert message in refused(file)
 

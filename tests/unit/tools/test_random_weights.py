@@ -5,7 +5,7 @@ import torch
 from diffusers import QwenImagePipeline, WanPipeline
 
 from examples.tiny_models.wan22 import write_tiny_pipeline
-from megadiff.models.registry import check_model_folder
+from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.tensors.model_files import read_json
 
 
@@ -57,11 +57,14 @@ def test_the_tool_for_tiny_models_makes_full_sizes_as_well(
         "wan22_t2v_a14b",
         "sd35_medium",
         "z_image",
+        "qwen_image_edit_2511",
+        "wan22_i2v_a14b",
     } <= with_shapes
-    for name in with_shapes:
+    for name in with_shapes - {"bagel"}:
         assert (assets / name / "text_encoder" / "config.json").is_file()
     without = ["--size", "full", "--family", "qwen_image_edit_2509"]
-    for wrong in (["--size", "full", "--seed", "1"], without, ["--layers", "1"]):
+    root = ["--size", "full", "--family", "bagel"]
+    for wrong in (["--size", "full", "--seed", "1"], without, root, ["--layers", "1"]):
         with pytest.raises(SystemExit):
             make_tiny_model.main([str(tmp_path / "other"), *wrong])
         assert not (tmp_path / "other").exists()
@@ -92,3 +95,20 @@ def test_two_experts(tmp_path, monkeypatch):
     }
     latents = pipeline("a red star", guidance_scale=1.0, **sampling).frames
     assert torch.isfinite(latents).all() and latents.std() > 0
+
+
+def test_a_model_that_is_given_images(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend("tools")
+    import random_weights
+
+    out = tmp_path / "random"
+    source = tiny_folder("qwen_image_edit_2511")
+    random_weights.write_random_pipeline(source, out, device="cpu", num_layers=1, text_layers=1)
+    adapter = build_adapter(out)
+    assert check_model_folder(out) is type(adapter)
+    grey = torch.full((64, 48, 3), 128, dtype=torch.uint8)
+    with adapter.prompt_encoder(dtype=torch.float32, device="cpu") as encode:
+        texts = encode(["make it red"], [(grey,)])
+    assert torch.isfinite(texts["prompt_embeds"]).all()
+    # a picture of 384² at 28² a token
+    assert texts["prompt_mask"].sum() > 150

@@ -28,6 +28,8 @@ class HalfSize(ModelAdapter):
     """Sees images at half their size, and takes up to three of at most 64 pixels."""
 
     def image_size(self, height: int, width: int, sampling: Sampling) -> tuple[int, int]:
+        if min(height, width) < 2:
+            raise ValueError(f"a given image has {width}x{height} pixels")
         return height // 2, width // 2
 
     def validate(self, sampling: Sampling) -> None:
@@ -92,6 +94,9 @@ def test_a_file_that_changed_since_the_start_is_named(tmp_path: Path) -> None:
     Image.new("RGB", (32, 320)).save(tmp_path / "other.png")
     with pytest.raises(ValueError, match=r"other.png: images=\(\(160, 16\),\) are not for this"):
         for_replica(request_of(tmp_path / "other.png"), ADAPTER)
+    Image.new("RGB", (1, 1)).save(tmp_path / "dot.png")
+    with pytest.raises(ValueError, match=r"dot.png: a given image has 1x1 pixels"):
+        for_replica(request_of(tmp_path / "other.png", tmp_path / "dot.png"), ADAPTER)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.data.prompts import load_prompts
 from megadiff.diffusion.schedule import check_window
-from megadiff.models.registry import build_adapter
+from megadiff.models.registry import build_adapter, families
 from megadiff.planner.memory_plan import PHASES
 from megadiff.rewards.score import Scorer
+from megadiff.train.check import read_prompts
 from megadiff.train.check_algorithm import check_algorithm
 from megadiff.train.components import check_components, describe_components
 from megadiff.train.sampling import sampling_of
@@ -55,8 +56,6 @@ def test_the_model_draws_at_the_recipes_size_and_no_component_is_forgotten(
     check_algorithm(config, algorithm)
     sampling = sampling_of(config.rollout)
     check_window(sampling)
-    if not (Path(config.model.path) / "scheduler").is_dir():  # assets/qwen_image has shapes only
-        return
     adapter = build_adapter(Path(config.model.path))
     adapter.validate(sampling)
     has_steps = algorithm.rows == "steps"
@@ -69,16 +68,25 @@ def test_the_model_draws_at_the_recipes_size_and_no_component_is_forgotten(
     assert len(components) == (2 if (Path(config.model.path) / "transformer_2").is_dir() else 1)
 
 
-def test_the_rewards_can_score_the_prompts(recipe: Config) -> None:
+def test_the_model_takes_the_prompts_and_the_rewards_can_score_them(recipe: Config) -> None:
+    """Given images as well, each of which is decoded."""
+    adapter = build_adapter(Path(recipe.model.path))
     files = [recipe.data.prompts, *([recipe.eval.prompts] if recipe.eval.prompts else [])]
-    prompts = [
-        prompt
-        for file in files
-        for prompt in load_prompts(Path(file), max_chars=recipe.data.max_prompt_chars)
-    ]
+    prompts = []
+    for file in files:
+        prompts += read_prompts(recipe, file, adapter)
     with closing(Scorer(recipe.reward, num_workers=1)) as scorer:
         scorer.validate(prompts)
     assert len({prompt.id for prompt in prompts}) == len(prompts)
+
+
+def test_every_family_has_a_recipe() -> None:
+    with_recipe = {type(build_adapter(ROOT / model_path(path))).title for path in RECIPES}
+    assert with_recipe == {family.title for family in families()}
+
+
+def model_path(path: Path) -> str:
+    return load_config([str(path)]).model.path
 
 
 def test_the_prompts_suffice_for_a_step(recipe: Config) -> None:
