@@ -61,6 +61,12 @@ class AnswerTooLate(NoAnswer):
     status = TIMED_OUT
 
 
+class NotTrusted(NoAnswer):
+    """The address has a certificate that no known authority signed, or that names another host."""
+
+    status = UNUSABLE
+
+
 class AnswerTooLarge(NoAnswer):
     """The answer is larger than the caller expects; the rest of it was not read."""
 
@@ -73,9 +79,10 @@ Exchange = Callable[[str, bytes], Answer]  # POST to a path, with a JSON body
 class BoundedHttp:
     """Keep connections to one address, for any number of threads.
 
-    url: http://host:port, reached without a proxy, whatever the environment names. greet: called
-    with the exchange of each new connection, before anything else goes over it. keep_alive_s: an
-    idle connection is used again for so long.
+    url: http://host:port or https://host:port, reached without a proxy, whatever the environment
+    names. Certificates are checked against the system's authorities, or those of SSL_CERT_FILE.
+    greet: called with the exchange of each new connection, before anything else goes over it.
+    keep_alive_s: an idle connection is used again for so long.
     """
 
     def __init__(
@@ -113,7 +120,7 @@ class BoundedHttp:
 
         content: needs a Content-Length among the headers where it is not bytes. timeout_s: for
         everything. max_bytes: of the answer's body.
-        Raises NoAnswer, of which AnswerTooLate and AnswerTooLarge are kinds.
+        Raises NoAnswer, of which AnswerTooLate, AnswerTooLarge and NotTrusted are kinds.
         """
         deadline = time.monotonic() + timeout_s
         asked = f"{method} {self.url}{path}"
@@ -130,6 +137,12 @@ class BoundedHttp:
         except (httpcore.ReadTimeout, httpcore.WriteTimeout) as error:
             raise AnswerTooLate(f"{asked} had no whole answer within {timeout_s:.1f} s") from error
         except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError) as error:
+            reason = error.args[0] if error.args else None  # httpcore drops the cause
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise NotTrusted(
+                    f"{asked}: its certificate is not trusted, {reason.verify_message}; "
+                    "set SSL_CERT_FILE to the certificate of the authority that signed it"
+                ) from error
             raise NoAnswer(f"{asked} failed: {error!r}") from error
 
 
@@ -188,11 +201,17 @@ class _DeadlineBackend(httpcore.NetworkBackend):
             stream = self._backend.connect_tcp(host, port, seconds, local_address, socket_options)
         except UnicodeError as error:  # of a host name that DNS cannot have
             raise httpcore.ConnectError(f"{host!r:.80} is no host name: {error}") from error
-        stream = _DeadlineStream(stream)
+        stream = _DeadlineStream(stream, secured=self._greeted)
+        # With TLS it comes after the handshake: nothing goes out before the certificate is checked.
+        return stream if self._url.startswith("https:") else self._greeted(stream, timeout)
 
+    def _greeted(
+        self, stream: httpcore.NetworkStream, deadline: float | None
+    ) -> httpcore.NetworkStream:
+        """Greet whoever is at the other end of a new connection, and return the connection."""
         if self._greet is not None:
             try:
-                seconds = min(GREETING_S, _seconds_left(timeout, httpcore.ReadTimeout))
+                seconds = min(GREETING_S, _seconds_left(deadline, httpcore.ReadTimeout))
                 self._greet(self._exchange(stream, time.monotonic() + seconds))
             except BaseException:
                 # no pool knows this connection yet: nobody else would close it
@@ -217,9 +236,15 @@ class _DeadlineBackend(httpcore.NetworkBackend):
         return exchange
 
 
+Secured = Callable[[httpcore.NetworkStream, float | None], httpcore.NetworkStream]
+
+
 class _DeadlineStream(httpcore.NetworkStream):
-    def __init__(self, stream: httpcore.NetworkStream) -> None:
+    """secured: called with what start_tls() makes of it, and the deadline of that."""
+
+    def __init__(self, stream: httpcore.NetworkStream, *, secured: Secured) -> None:
         self._stream = stream
+        self._secured = secured
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         return self._stream.read(max_bytes, _seconds_left(timeout, httpcore.ReadTimeout))
@@ -244,7 +269,8 @@ class _DeadlineStream(httpcore.NetworkStream):
         timeout: float | None = None,
     ) -> httpcore.NetworkStream:
         seconds = min(CONNECT_TIMEOUT_S, _seconds_left(timeout, httpcore.ConnectTimeout))
-        return _DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, seconds))
+        stream = self._stream.start_tls(ssl_context, server_hostname, seconds)
+        return self._secured(_DeadlineStream(stream, secured=self._secured), timeout)
 
     def get_extra_info(self, info: str) -> object:
         return self._stream.get_extra_info(info)

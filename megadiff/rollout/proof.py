@@ -11,11 +11,13 @@ import hmac
 import ipaddress
 import re
 import secrets
+from urllib.parse import urlsplit
 
 TRAINER = "trainer"
 REPLICA = "replica"
 MIN_TOKEN_CHARS = 16
 _TOKEN = re.compile(r"[!-~]+")
+_URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
 # The form is fixed so that a signed text can be taken apart in one way only.
 _NONCE = re.compile(r"[0-9a-f]{32}")
 
@@ -63,4 +65,15 @@ def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
+        return False
+
+
+def is_url(url: object) -> bool:
+    """Tell whether it is http[s]://HOST:PORT, and the standard library can take it apart."""
+    if not isinstance(url, str) or not _URL.fullmatch(url):
+        return False
+    try:
+        parts = urlsplit(url)  # as httpcore and is_loopback() do
+        return bool(parts.hostname) and parts.port is not None
+    except ValueError:  # [:::] is no address, 99999 no port
         return False

@@ -37,6 +37,9 @@ class ReplicaSpec:
     run: str = _flag("the run that it is started for, in process titles", "", key="run.name")
     host: str = _flag("any but loopback needs a token", "127.0.0.1")
     port: int = _flag("0 takes any free one", 8000)
+    url: str = _flag(
+        "the address to announce, where a proxy stands in front: https://HOST:PORT", ""
+    )
     device: Literal["auto", "cpu", "cuda"] = _flag(
         "a check against the vLLM build, which decides", "auto", key="run.device"
     )

@@ -89,7 +89,7 @@ class NotProven(ReplicaError):
 class ReplicaClient:
     """Talk to one replica. The token goes to an address only after that has proved to know it.
 
-    url: http://host:port, as the replica announced it. timeout_s: of one request, generation and
+    url: http[s]://host:port, as the replica announced it. timeout_s: of one request, generation and
     weight loading included. run: the id of the run that asks, '' for tools.
     """
 

@@ -19,7 +19,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from megadiff.rollout.client.client import (
     HEALTH_TIMEOUT_S,
@@ -29,6 +28,7 @@ from megadiff.rollout.client.client import (
     ReplicaError,
 )
 from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_tail
+from megadiff.rollout.proof import is_url
 from megadiff.types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ ANNOUNCEMENT_BYTES = 2**16
 SHOWN = 8  # claims that an error names
 # a replica's announcement is the file <name>.json
 _NAME = re.compile(r"[^/]{1,255}")
-_URL = re.compile(r"http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
 
 
 class Address(NamedTuple):
@@ -178,21 +177,10 @@ def _read_entry(path: Path) -> JsonObject:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or not name.isprintable():
         raise ValueError(f"its name is {name!r:.80}, not 1 to 255 characters without '/'")
     url = entry.get("url")
-    if not _is_url(url):
-        raise ValueError(f"its url is {url!r:.80}, not http://HOST:PORT")
+    if not is_url(url):
+        raise ValueError(f"its url is {url!r:.80}, not http[s]://HOST:PORT")
 
     return entry
-
-
-def _is_url(url: object) -> bool:
-    """Say whether it is http://HOST:PORT, and the standard library can take it apart."""
-    if not isinstance(url, str) or not _URL.fullmatch(url):
-        return False
-    try:
-        parts = urlsplit(url)  # as httpcore and is_loopback() do
-        return bool(parts.hostname) and parts.port is not None
-    except ValueError:  # [:::] is no address, 99999 no port
-        return False
 
 
 class RegistryWatch:

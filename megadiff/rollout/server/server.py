@@ -17,11 +17,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from megadiff.process.garbage import collection_paused, freeze_startup_objects
 from megadiff.process.lifeline import exit_with, kill_children
 from megadiff.process.title import set_title
-from megadiff.rollout.proof import is_loopback
+from megadiff.rollout.proof import is_loopback, is_url
 from megadiff.rollout.spec import ReplicaSpec, process_title
 from megadiff.rollout.stages import check_stages, single_stage
 
@@ -50,6 +51,7 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
 
     signal.signal(signal.SIGTERM, _on_sigterm)
     check_host(spec.host, token)
+    check_url(spec.url, token)
     listener = bind(spec.host, spec.port)
     if not spec.name:  # no two replicas of a registry may share a name
         spec = replace(spec, name=f"{socket.gethostname()}-{listener.getsockname()[1]}")
@@ -110,6 +112,21 @@ def check_host(host: str, token: str | None) -> None:
         raise ValueError(
             f"--host {host} can be reached from other machines: set MEGADIFF_TOKEN or give "
             "--token-file, or use --host 127.0.0.1"
+        )
+
+
+def check_url(url: str, token: str | None) -> None:
+    """Raise ValueError for an address to announce that is none, or that needs a token."""
+    if url and not is_url(url):
+        raise ValueError(
+            f"--url {url!r} must be https://HOST:PORT, without a path; give the proxy's address, "
+            "or leave it out where there is none"
+        )
+    # The replica itself may be on loopback: then all who reach the proxy reach it.
+    if url and not token and not is_loopback(urlsplit(url).hostname or ""):
+        raise ValueError(
+            f"--url {url} can be reached from other machines: set MEGADIFF_TOKEN or give "
+            "--token-file"
         )
 
 
@@ -258,7 +275,7 @@ async def _serve(
             await load_newest(replica, spec.weights)
 
         app = await build_app(engine, spec)
-        url = reachable_url(spec.host, listener.getsockname()[1])
+        url = spec.url or reachable_url(spec.host, listener.getsockname()[1])
         server = uvicorn.Server(
             uvicorn.Config(
                 replica_app(app, replica, token=token, url=url),

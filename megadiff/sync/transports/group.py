@@ -4,10 +4,15 @@ Between GPUs a bucket is one broadcast by NCCL, on CPU a message by gloo to each
 stands beside the default group, and is kept from push to push. Transfers run while the HTTP
 requests of their bucket are open: a replica that refuses or dies answers there, so that nothing
 waits for it. After any error the next push builds a new group.
+
+The network must be private. torch's store knows neither a password nor TLS, and NCCL encrypts
+nothing: a key of ours in the store would be read by whoever can read the weights. Behind TLS there
+is transport `http`.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import uuid
@@ -29,6 +34,7 @@ from megadiff.sync.transports.transfers import abandon, in_background, receive, 
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import LoraSpec
 
+logger = logging.getLogger(__name__)
 BLAME_S = 5.0  # after a broadcast broke: for the request that says why
 
 
@@ -101,6 +107,7 @@ class GroupTransport(Transport):
     def _build(self) -> Future[dist.ProcessGroup]:
         """Open a store and build a group on it, in the background, until every worker joined."""
         address = own_address([target.url for target in self.targets])
+        logger.info("weights go out unencrypted from %s: its network must be private", address)
         # The system chooses a free port, and the store takes over this very socket.
         listener = socket.create_server((address, 0), family=address_family(address))
         self._description = {

@@ -29,8 +29,11 @@ def serving(
     token: str | None = None,
     limits: Limits | None = None,
     change: Callable[[Replica, FastAPI], Any] = lambda replica, app: None,
+    announced: str = "",
 ) -> Iterator[str]:
-    """Yield the address. change: what a test puts in place of an engine."""
+    """Yield the address. change: what a test puts in place of an engine. announced: a proxy's
+    address, which the replica signs in place of its own.
+    """
     replica = Replica(
         engine=None,
         spec=ReplicaSpec(model=folder, name=name),
@@ -46,7 +49,7 @@ def serving(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(
         uvicorn.Config(
-            replica_app(app, replica, token=token, url=url),
+            replica_app(app, replica, token=token, url=announced or url),
             http=PunctualProtocol,
             ws="none",
             log_level="critical",

@@ -16,6 +16,7 @@ WHOLE = ReplicaSpec(
     run="my_run",
     host="10.0.0.1",
     port=0,
+    url="https://10.0.0.1:8443",
     device="cpu",
     dtype="float32",
     registry=Path("run/replicas"),
