@@ -103,9 +103,10 @@ class FakeReplicas:
     def _answer(self, path: str, body: bytes, port: int) -> bytes:
         if path == "/rl/weights/commit":
             # as commit_answer() does
-            is_expected = json.loads(body)["digests"] == [self._digest]
+            value = json.loads(body)
+            is_expected = value["digests"] == [self._digest]
             worker = {"digest": self._digest} if is_expected else self._worker
-            return json.dumps({"workers": [worker]}).encode()
+            return json.dumps({"version": value["version"], "workers": [worker]}).encode()
         if path == "/rl/hello":
             nonce = json.loads(body)["nonce"]
             url = f"http://127.0.0.1:{port}"

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from megadiff.process.identity import host_name
 from megadiff.sync.bucket import BucketBody
-from megadiff.tensors.fingerprint import fingerprints
+from megadiff.tensors.fingerprint import commit_answer, fingerprints
 from megadiff.train.build import build_sync
 from tests.distributed.engines import build
 from tests.distributed.ranks import run_ranks
@@ -62,7 +62,8 @@ class Replica:
         self.tensors |= safetensors.torch.load(body)
 
     def weights_commit(self, version: int, digests: list[str]) -> list[dict[str, Any]]:
-        return [{"fingerprints": fingerprints(self.tensors), "bound_modules": []}]
+        worker = {"fingerprints": fingerprints(self.tensors), "bound_modules": []}
+        return commit_answer([worker], digests)
 
 
 def _push(tiny_model: Path, folder: Path, replicas_per_node: int) -> None:

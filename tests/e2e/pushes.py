@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from megadiff.rollout.client.fleet import Fleet
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports import shared_memory
 from megadiff.sync.transports.choose import build_transport
+from megadiff.sync.transports.watch import HEARTBEAT_S
 from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.tensors.model_files import weight_files
@@ -88,17 +89,19 @@ def sync_between(
     model: Path,
     folder: Path,
     bucket_bytes: int = 1 << 20,
+    heartbeat_s: float = HEARTBEAT_S,
+    client: Callable[..., ReplicaClient] = ReplicaClient,
 ) -> Iterator[tuple[WeightSync, Fleet]]:
     """The sync of a transport to replicas, name → url, and the fleet that they are.
 
-    folder: of transport disk.
+    folder: of transport disk. client: url, name → what talks to a replica.
     """
     layout = resolve_layout(
         dp=0, sp=1, tp=1, dp_replicate=ParallelConfig().dp_replicate, world_size=1
     )
     mesh = init_mesh(layout, "cpu")
     components = sorted({name.partition(".")[0] for name in source.weights})
-    clients = [ReplicaClient(url, name, timeout_s=60) for name, url in urls.items()]
+    clients = [client(url, name, timeout_s=60) for name, url in urls.items()]
     with Fleet(clients, batch_size=4) as fleet:
         targets = fleet.weight_targets()
         workers = {target.name: target.weights_places() for target in targets}
@@ -106,7 +109,14 @@ def sync_between(
         sync = WeightSync(
             source,
             build_transport(
-                transport, targets, workers, ranks=[here], rank=0, device=CPU, folder=folder
+                transport,
+                targets,
+                workers,
+                ranks=[here],
+                rank=0,
+                device=CPU,
+                folder=folder,
+                heartbeat_s=heartbeat_s,
             ),
             folder_manifest(model, tuple(components), dtype="float32"),
             boxes={
@@ -119,9 +129,9 @@ def sync_between(
         yield sync, fleet
         sync.close()
         # else the next run would wait until this one counts as gone
-        for client in clients:
+        for one in clients:
             with suppress(ReplicaError):
-                client.release()
+                one.release()
 
 
 def buckets_left() -> list[str]:

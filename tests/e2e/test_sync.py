@@ -9,18 +9,23 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
 import pytest
 import torch
+from bench_sync_faults import JOIN_S, open_trials
+from sync_faults import ALL, KINDS
+from sync_injector import Injector
+from tiny_replicas import PAIR
 
 from megadiff.parallel.collectives import AgreedError
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
+from megadiff.sync.transports import group_join
 from megadiff.sync.transports.table import OPTIONS
 from megadiff.types import LoraSpec, Prompt, RolloutRequest, Sampling
 from tests.e2e.pushes import Source, buckets_left, folder_weights, sync_between, urls_of
-from tests.e2e.servers import start_replicas, stop
+from tests.e2e.servers import ROOT, start_replicas, stop
 from tests.lora_tensors import merged, random_lora
 
 REQUEST = RolloutRequest(
@@ -52,18 +57,25 @@ def singles(registry) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
+def injector(tmp_path_factory, registry) -> Injector:
+    return Injector(registry.parent / "weights", tmp_path_factory.mktemp("fault") / "fault")
+
+
+@pytest.fixture(scope="module")
 def pair(
-    tmp_path_factory, tiny_model, registry, singles, sync_to, source
+    tmp_path_factory, tiny_model, registry, singles, sync_to, source, injector
 ) -> Iterator[tuple[list, str]]:
     """(server processes, url) of a replica with two workers, which joins after version 5 was pushed
-    by disk.
+    by disk. The workers mix things up where the injector says so.
     """
     source.factor = 1.5
     with sync_to("disk", singles) as (sync, _):
         sync.push(5)
     folder = tmp_path_factory.mktemp("pair")
-    command = ["-m", "megadiff.cli.serve", str(tiny_model), "--dtype", "float32", "--device", "cpu"]
-    command += ["--tp", "2", "--weights", str(registry.parent / "weights")]
+    script = str(ROOT / "tools" / "faulty_worker.py")
+    command = [script, str(injector.fault_file), str(tiny_model)]
+    command += ["--dtype", "float32", "--device", "cpu", "--tp", "2"]
+    command += ["--weights", str(registry.parent / "weights")]
     servers = start_replicas(1, folder=folder, command=command)
     yield servers, json.loads((folder / "registry" / "replica_0.json").read_text())["url"]
     stop(servers)
@@ -226,6 +238,20 @@ def test_a_connection_that_is_cut_in_a_bucket(sync_to, urls, source, transport):
         groups = [fleet.generate_on(place, [REQUEST])[0] for place in (0, 1)]
         assert torch.equal(groups[0].latents_GSLC, groups[1].latents_GSLC)
     proxy.listener.close()
+    assert not buckets_left()
+
+
+def test_a_fault_of_each_kind_by_each_transport(singles, pair, injector, tiny_model, monkeypatch):
+    """In whole pushes and in those of LoRA: tools/bench_sync_faults.py with as many trials."""
+    monkeypatch.setattr(group_join, "JOIN_S", JOIN_S)
+    with ExitStack() as stack:
+        trials = open_trials(tiny_model, singles | {PAIR: pair[1]}, injector, stack)
+        lines = [trials.run(number, "0") for number in range(2 * len(KINDS) * len(ALL))]
+    tally = trials.tally
+    assert not tally.missed, "\n".join([*tally.missed, *lines])
+    tried = {(kind, transport) for kind, transport, _ in tally.counts}
+    assert len(tried) == len(KINDS) * len(ALL)
+    assert tally.num("found") > len(lines) / 2, "\n".join(lines)
     assert not buckets_left()
 
 

@@ -216,7 +216,8 @@ class ReplicaClient:
         boxes: the part [begin, end) per dimension that it has of a base tensor. A tensor that boxes
         does not name is there whole.
         """
-        return self._workers("GET", "/rl/weights/places")
+        path = "/rl/weights/places"
+        return self._workers_of(self._object("GET", path), f"GET {path}")
 
     def weights_begin(
         self,
@@ -252,7 +253,15 @@ class ReplicaClient:
         what commit_digest() of each worker should be; one that has it answers `digest` alone.
         """
         value = {"version": version, "digests": digests}
-        return self._workers("POST", "/rl/weights/commit", value)
+        answer = self._object("POST", "/rl/weights/commit", value)
+        if answer.get("version") != version:
+            raise ReplicaError(
+                self.name,
+                UNUSABLE,
+                f"it committed version {answer.get('version')!r:.40}, but {version} was pushed; "
+                "push again",
+            )
+        return self._workers_of(answer, "POST /rl/weights/commit")
 
     def sleep(self) -> None:
         """Free the memory of all weights; a push of all of the policy's wakes it."""
@@ -262,13 +271,13 @@ class ReplicaClient:
         """Give memory back that the allocator keeps of earlier samples."""
         self._call("POST", "/rl/trim")
 
-    def _workers(self, method: str, path: str, value: object = None) -> list[JsonObject]:
-        workers = self._object(method, path, value).get("workers")
+    def _workers_of(self, answer: JsonObject, asked: str) -> list[JsonObject]:
+        workers = answer.get("workers")
         if not isinstance(workers, list):
             raise ReplicaError(
                 self.name,
                 UNUSABLE,
-                f"{method} {path} names no workers; start it with this version of megadiff",
+                f"{asked} names no workers; start it with this version of megadiff",
             )
         return workers
 

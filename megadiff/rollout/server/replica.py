@@ -272,7 +272,8 @@ class Replica:
 
         A worker's answer has fingerprints (name → digits; with FP8, of the weights that the copies
         are made from) and bound_modules, those of the LoRA. It is its digest alone where that is
-        the worker's of `digests`. Raises Refused.
+        the worker's of `digests`. Where digests are given and any is another, the push is not
+        whole: only a new one makes the replica generate again. Raises Refused.
         """
         async with self._turn(run):
             self.policy.check_commit(version)
@@ -280,6 +281,17 @@ class Replica:
             # bound first: the fingerprints are of what the layers then compute with
             await call_worker(self.engine, "bind_lora", dataclasses.asdict(lora) if lora else None)
             workers = (await call_worker(self.engine, "fingerprints"))["workers"]
+
+            answer = commit_answer(workers, digests)
+            if digests and [row.get("digest") for row in answer] != list(digests):
+                self.policy.lose_received()
+                logger.warning(
+                    "%s holds other weights than version %d has; it does not generate until a "
+                    "push arrives whole",
+                    self.spec.name,
+                    version,
+                )
+                return answer
 
             keeps_base = True
             if self.spec.fp8:
@@ -290,7 +302,7 @@ class Replica:
 
         num_tensors = len(workers[0]["fingerprints"])
         logger.info("%s holds policy version %d, %d tensors", self.spec.name, version, num_tensors)
-        return commit_answer(workers, digests)
+        return answer
 
     async def sleep(self, *, run: str | None = None) -> None:
         """Give the memory of all weights back, until a push brings all of the policy's.

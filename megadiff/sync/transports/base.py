@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from megadiff.sync.bucket import Bucket, BucketBody
 from megadiff.sync.transports.host_memory import HostMemory
+from megadiff.sync.transports.watch import HEARTBEAT_S, Living, TargetWatch
 from megadiff.tensors.manifest import Manifest, manifest_json
 from megadiff.types import LoraSpec
 
@@ -20,13 +21,12 @@ class SyncError(RuntimeError):
     """Weights did not arrive as they were sent; names the replica, and tensors where known."""
 
 
-class PushTarget(Protocol):
+class PushTarget(Living, Protocol):
     """A replica as the sync sees it. Each call waits for the replica's answer.
 
     manifest: as JSON. digests: of what the workers should answer to the commit.
     """
 
-    name: str
     url: str
 
     def weights_begin(
@@ -48,13 +48,15 @@ class Transport(ABC):
 
     A push is begin, bucket after bucket, commit, end. Every method returns when all targets have
     answered, and raises the first of their errors. One thread calls at a time.
-    name: of the transport in a push, as table.TRANSPORTS has it.
+    name: of the transport in a push, as table.TRANSPORTS has it. heartbeat_s: a target that gives
+    no sign of life for so long is named in an error, and waited for no longer.
     """
 
     name: str
 
-    def __init__(self, targets: Sequence[PushTarget]) -> None:
+    def __init__(self, targets: Sequence[PushTarget], *, heartbeat_s: float = HEARTBEAT_S) -> None:
         self.targets = list(targets)
+        self.watch = TargetWatch(heartbeat_s)
         # At least one: a rank may have no targets, and an executor refuses to have no threads.
         self._pool = ThreadPoolExecutor(max(1, len(self.targets)), thread_name_prefix="weights")
 
@@ -78,8 +80,15 @@ class Transport(ABC):
         """
 
         def close(target: PushTarget) -> None:
-            answer = target.weights_commit(version, digests[target.name])
+            expected = list(digests[target.name])
+            answer = target.weights_commit(version, expected)
             check(target.name, version, answer)
+            # A replica serves only what has the digests that came with the request.
+            if [row.get("digest") for row in answer] != expected:
+                raise SyncError(
+                    f"{target.name} holds version {version} as it was sent, but was told another "
+                    "digest of it, so it does not serve it; push again"
+                )
 
         self.wait(self.start(close))
 
@@ -106,7 +115,22 @@ class Transport(ABC):
 
     def start(self, call: Callable[[PushTarget], None]) -> list[Future[None]]:
         """Start call(target) for every target at once."""
-        return [self._pool.submit(call, target) for target in self.targets]
+        futures = []
+        for target in self.targets:
+            future = self._pool.submit(self._named, call, target)
+            self.watch.add(target, future)
+            futures.append(future)
+        return futures
+
+    def _named(self, call: Callable[[PushTarget], None], target: PushTarget) -> None:
+        """Call, and say why the watch has ended the call where it has."""
+        try:
+            call(target)
+        except Exception as error:
+            reason = self.watch.reasons.get(target.name)
+            if reason is None:
+                raise
+            raise SyncError(f"{target.name} at {target.url} {reason}; is it stopped?") from error
 
     def wait(self, futures: Sequence[Future[None]]) -> None:
         """Wait for all, then raise the first failure."""
@@ -121,8 +145,8 @@ class HttpTransport(Transport):
 
     name = "http"
 
-    def __init__(self, targets: Sequence[PushTarget]) -> None:
-        super().__init__(targets)
+    def __init__(self, targets: Sequence[PushTarget], *, heartbeat_s: float = HEARTBEAT_S) -> None:
+        super().__init__(targets, heartbeat_s=heartbeat_s)
         self._memory = HostMemory()
 
     def send(self, bucket: Bucket) -> None:

@@ -30,7 +30,14 @@ from megadiff.process.network import address_family
 from megadiff.sync.bucket import Bucket, bucket_manifest, flat_bytes, write_flat
 from megadiff.sync.transports.base import PushTarget, SyncError, Transport, first_done
 from megadiff.sync.transports.group_join import join, new_group, own_address
-from megadiff.sync.transports.transfers import abandon, in_background, receive, send
+from megadiff.sync.transports.transfers import (
+    TIMEOUT_S,
+    abandon,
+    in_background,
+    receive,
+    send,
+)
+from megadiff.sync.transports.watch import HEARTBEAT_S
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import LoraSpec
 
@@ -41,27 +48,38 @@ BLAME_S = 5.0  # after a broadcast broke: for the request that says why
 class GroupTransport(Transport):
     """Send from rank 0 to the workers of all targets, in one group.
 
-    device: where buckets are gathered. num_workers: of each target.
+    device: where buckets are gathered. num_workers: of each target. timeout_s: of one bucket, for
+    the workers as well; never longer than heartbeat_s.
     """
 
     name = "nccl"
 
     def __init__(
-        self, targets: Sequence[PushTarget], *, device: torch.device, num_workers: Sequence[int]
+        self,
+        targets: Sequence[PushTarget],
+        *,
+        device: torch.device,
+        num_workers: Sequence[int],
+        heartbeat_s: float = HEARTBEAT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
-        super().__init__(targets)
+        super().__init__(targets, heartbeat_s=heartbeat_s)
         self.device = device
+        self.timeout_s = min(timeout_s, heartbeat_s)
 
         self.first_ranks: dict[str, int] = {}
         self.world_size = 1  # rank 0 is the trainer
+        self._names: list[str] = []  # of the other ranks, in order
         for target, count in zip(targets, num_workers, strict=True):
             self.first_ranks[target.name] = self.world_size
             self.world_size += count
+            self._names += [target.name] * count
 
         self._group: dist.ProcessGroup | None = None
         self._given_up = threading.Event()  # those that joined wait for no others
         self._description: dict[str, Any] = {}
         self._transfers: list[Future[None]] = []
+        self._num_sent = 0  # buckets by this group
         self._flat = torch.empty(0, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -82,7 +100,14 @@ class GroupTransport(Transport):
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             flat = self._laid_out(bucket, flat_bytes(manifest))
             requests = self.start(lambda target: target.weights_bucket(source))
-            self._transfers = send(self._group, flat, world_size=self.world_size)
+            self._transfers = send(
+                self._group,
+                flat,
+                number=self._num_sent,
+                world_size=self.world_size,
+                timeout_s=self.timeout_s,
+            )
+        self._num_sent += 1
 
         first_done([*requests, *self._transfers])
         self._raise_first(requests, self._transfers)
@@ -115,7 +140,9 @@ class GroupTransport(Transport):
             "address": address,
             "port": listener.getsockname()[1],
             "world_size": self.world_size,
+            "timeout_s": float(self.timeout_s),
         }
+        self._num_sent = 0
 
         # A new one: the group before may have been given up, and its thread still looks.
         self._given_up = threading.Event()
@@ -137,8 +164,11 @@ class GroupTransport(Transport):
         return self._flat[:num_bytes]
 
     def _raise_first(self, requests: Sequence[Future[None]], others: Sequence[Future[Any]]) -> None:
-        """Raise the first failure of those that are done; a replica's own words come first."""
-        broken = [future.exception() for future in others if future.done() and future.exception()]
+        """Raise the first failure of those that are done; a replica's own words come first.
+
+        requests: of the targets in order. others: of the group, or of its ranks in order.
+        """
+        broken = [future for future in others if future.done() and future.exception()]
         if broken:
             # The request that says why may answer a little later.
             wait(requests, timeout=BLAME_S, return_when="FIRST_EXCEPTION")
@@ -148,9 +178,25 @@ class GroupTransport(Transport):
                 future.result()
 
         if broken:
+            error = broken[0].exception()
             raise SyncError(
-                f"the group of trainer and replicas broke; see the replicas' logs: {broken[0]}"
-            ) from broken[0]
+                f"the group of the trainer and {self._suspects(requests, others)} broke; see the "
+                f"replicas' logs: {error}"
+            ) from error
+
+    def _suspects(self, requests: Sequence[Future[None]], others: Sequence[Future[Any]]) -> str:
+        """Name the targets whose own transfers broke, else those that have not answered."""
+        names: list[str] = []
+        if len(others) == len(self._names):
+            names = [
+                name
+                for name, future in zip(self._names, others, strict=True)
+                if future.done() and future.exception()
+            ]
+        if not names:
+            pairs = zip(self.targets, requests, strict=True)
+            names = [target.name for target, future in pairs if not future.done()]
+        return ", ".join(dict.fromkeys(names or self._names))
 
 
 class Member:
@@ -164,13 +210,22 @@ class Member:
         self.worker = worker
         self._id = ""
         self._group: dist.ProcessGroup | None = None
+        self._timeout_s = TIMEOUT_S
+        self._num_received = 0  # buckets by this group
 
     def join(self, transport: Mapping[str, Any]) -> None:
         """Wait until every member has joined; return at once when in that group already.
 
         Raises ValueError for what describes no group, RuntimeError for a trainer that is silent.
         """
-        keys = {"group": str, "address": str, "port": int, "rank": int, "world_size": int}
+        keys = {
+            "group": str,
+            "address": str,
+            "port": int,
+            "rank": int,
+            "world_size": int,
+            "timeout_s": float,
+        }
         for key, kind in keys.items():
             value = transport.get(key)
             # Not isinstance: JSON's true would pass for a number.
@@ -179,17 +234,26 @@ class Member:
                     f"transport nccl needs {key!r} of type {kind.__name__}, got {value!r:.100}"
                 )
 
+        # A trainer's word must not hold this replica for longer than its own limit.
+        if not 0 < transport["timeout_s"] <= TIMEOUT_S:
+            raise ValueError(
+                f"timeout_s={transport['timeout_s']} of transport nccl must be above 0 and at most "
+                f"{TIMEOUT_S:g}"
+            )
+
         if transport["group"] == self._id:
             return
 
         self._drop()
         self._group = join(transport, transport["rank"] + self.worker, self.device)
         self._id = transport["group"]
+        self._timeout_s = transport["timeout_s"]
+        self._num_received = 0
 
     def receive(self, source: Mapping[str, Any], manifest: Manifest) -> Tensor:
         """Return the next bucket as a flat tensor.
 
-        Raises RuntimeError when it does not come whole within TIMEOUT_S.
+        Raises RuntimeError when it does not come whole within the group's timeout_s.
         """
         if self._group is None or source.get("group") != self._id:
             raise ValueError(
@@ -197,7 +261,8 @@ class Member:
             )
 
         flat = torch.empty(flat_bytes(manifest), dtype=torch.uint8, device=self.device)
-        transfer = receive(self._group, flat)
+        transfer = receive(self._group, flat, number=self._num_received, timeout_s=self._timeout_s)
+        self._num_received += 1
 
         error = transfer.exception()
         if error:

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from megadiff.process.network import source_address
-from megadiff.sync.transports import transfers
 from megadiff.sync.transports.transfers import POLL_S, broadcast, in_background
 
 JOIN_S = 360.0  # for all workers to join: a replica first finishes images for others, at most 300 s
@@ -37,7 +36,7 @@ class _SignsOfLife:
         self._heard_s = time.monotonic()
 
     def note(self, grace_s: float = 0.0) -> None:
-        """Note an answer. grace_s: for what follows, beyond transfers.TIMEOUT_S."""
+        """Note an answer. grace_s: for what follows, beyond the group's timeout_s."""
         self._heard_s = time.monotonic() + grace_s
 
     def silent_s(self) -> float:
@@ -48,21 +47,22 @@ def join(description: Mapping[str, Any], rank: int, device: torch.device) -> dis
     """Return the group once all have joined.
 
     torch's store waits without end for an address that takes the connection and says nothing.
-    Raises RuntimeError when rank 0 is silent for transfers.TIMEOUT_S.
+    Raises RuntimeError when rank 0 is silent for the description's timeout_s.
     """
     address = description["address"]
     port = description["port"]
+    timeout_s = description["timeout_s"]
     life = _SignsOfLife()
     building = in_background(lambda: new_group(description, rank, device, life=life))
 
-    while not building.done() and life.silent_s() < transfers.TIMEOUT_S:
+    while not building.done() and life.silent_s() < timeout_s:
         wait([building], timeout=JOIN_POLL_S)
     if building.done():
         return building.result()
 
     _hang_up(address, port)
     raise RuntimeError(
-        f"the trainer's store at {address}:{port} did not answer for {transfers.TIMEOUT_S:.0f} s; "
+        f"the trainer's store at {address}:{port} did not answer for {timeout_s:g} s; "
         "is the trainer alive, and does a firewall let this host reach it? begin the push again"
     )
 
@@ -93,7 +93,8 @@ def new_group(
     others. life: what another rank notes of rank 0.
     Raises RuntimeError: on rank 0 when others do not come, on those when it went or gave up.
     """
-    timeout = timedelta(seconds=transfers.TIMEOUT_S)
+    timeout_s = description["timeout_s"]
+    timeout = timedelta(seconds=timeout_s)
     address = description["address"]
     port = description["port"]
     world_size = description["world_size"]
@@ -106,7 +107,7 @@ def new_group(
 
     if given_up is None:
         store.set(_joined(rank), "")
-        _wait_for_everyone(store, life or _SignsOfLife())
+        _wait_for_everyone(store, life or _SignsOfLife(), timeout_s=timeout_s)
     elif not _all_joined(store, world_size, given_up):
         # Its connections go with it, which tells workers that wait for the others.
         del store
@@ -120,7 +121,8 @@ def new_group(
         with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
             nccl_group: Any = dist.ProcessGroupNCCL(store, rank, world_size, nccl_options)
         # NCCL connects at the first collective.
-        broadcast(nccl_group, torch.zeros(1, dtype=torch.uint8, device=device)).result()
+        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        broadcast(nccl_group, first, timeout_s=timeout_s).result()
         return nccl_group
 
     # torch's type stubs lack gloo's options, and that these backends do for a group
@@ -137,7 +139,7 @@ def _joined(rank: int) -> str:
     return f"joined/{rank}"
 
 
-def _wait_for_everyone(store: dist.TCPStore, life: _SignsOfLife) -> None:
+def _wait_for_everyone(store: dist.TCPStore, life: _SignsOfLife, *, timeout_s: float) -> None:
     """Poll rank 0's store until all have joined. Raises RuntimeError after JOIN_S."""
     deadline = time.monotonic() + JOIN_S
     while not store.check([EVERYONE]):
@@ -145,7 +147,7 @@ def _wait_for_everyone(store: dist.TCPStore, life: _SignsOfLife) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"not all workers joined the trainer's group within {JOIN_S:.0f} s")
         time.sleep(JOIN_POLL_S)
-    life.note(grace_s=transfers.TIMEOUT_S)  # the group that is built now has a timeout of its own
+    life.note(grace_s=timeout_s)  # the group that is built now has a timeout of its own
 
 
 def _all_joined(store: dist.TCPStore, world_size: int, given_up: threading.Event) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -13,41 +14,60 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-TIMEOUT_S = 30.0  # of building the group of those that joined, and of one bucket's transfer
+# Of building the group of those that joined, and of one bucket's transfer, unless the trainer's
+# heartbeat is shorter: the trainer tells its workers.
+TIMEOUT_S = 30.0
 POLL_S = 0.005  # between looks at a broadcast, and at who has joined
 
 
-def send(group: dist.ProcessGroup, flat: Tensor, *, world_size: int) -> list[Future[None]]:
-    """Start a transfer from rank 0 to all others."""
+def send(
+    group: dist.ProcessGroup, flat: Tensor, *, number: int, world_size: int, timeout_s: float
+) -> list[Future[None]]:
+    """Start a transfer from rank 0 to all others. number: of the bucket in this group.
+
+    Returns one future for each other rank in their order, between GPUs one for all.
+    """
     if flat.device.type == "cuda":
-        return [broadcast(group, flat)]
+        return [broadcast(group, flat, timeout_s=timeout_s)]
     # In gloo's broadcast all would wait for a worker that is gone, so each has its own message.
-    works = [group.send([flat], peer, 0) for peer in range(1, world_size)]
-    return [in_background(partial(work.wait, timedelta(seconds=TIMEOUT_S))) for work in works]
+    tag = message_tag(number, len(flat))
+    works = [group.send([flat], peer, tag) for peer in range(1, world_size)]
+    return [in_background(partial(work.wait, timedelta(seconds=timeout_s))) for work in works]
 
 
-def receive(group: dist.ProcessGroup, flat: Tensor) -> Future[None]:
+def receive(
+    group: dist.ProcessGroup, flat: Tensor, *, number: int, timeout_s: float
+) -> Future[None]:
     """Start the other end of send()."""
     if flat.device.type == "cuda":
-        return broadcast(group, flat)
-    # From rank 0, with the tag 0 that send() gives.
-    work = group.recv([flat], 0, 0)
-    return in_background(partial(work.wait, timedelta(seconds=TIMEOUT_S)))
+        return broadcast(group, flat, timeout_s=timeout_s)
+    work = group.recv([flat], 0, message_tag(number, len(flat)))
+    return in_background(partial(work.wait, timedelta(seconds=timeout_s)))
 
 
-def broadcast(group: dist.ProcessGroup, flat: Tensor) -> Future[None]:
+def message_tag(number: int, num_bytes: int) -> int:
+    """Return gloo's tag of a bucket: no other bucket and no other size is taken for it.
+
+    gloo fills a buffer in part with a message that is too short, and ends the process for one that
+    is too long.
+    """
+    # 31 bits: gloo's tags are signed.
+    return zlib.crc32(f"{number} {num_bytes}".encode()) >> 1
+
+
+def broadcast(group: dist.ProcessGroup, flat: Tensor, *, timeout_s: float) -> Future[None]:
     """Start a broadcast from rank 0 by NCCL, and wait for its end in the background."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     work = group.broadcast([flat], options)
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
 
     def finish() -> None:
         # NCCL's own wait() only makes a stream wait, and has no timeout for this thread.
         while not work.is_completed():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"a broadcast of {len(flat)} bytes took over {TIMEOUT_S:.0f} s")
+                raise TimeoutError(f"a broadcast of {len(flat)} bytes took over {timeout_s:g} s")
             time.sleep(POLL_S)
         work.wait()
 

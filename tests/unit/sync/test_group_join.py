@@ -12,15 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megadiff.sync.transports import group_join, transfers
+from megadiff.sync.transports import group_join
 from megadiff.sync.transports.group import Member
 
 SECONDS = 1.0
 
 
 @pytest.fixture
-def member(monkeypatch: pytest.MonkeyPatch) -> Member:
-    monkeypatch.setattr(transfers, "TIMEOUT_S", SECONDS)
+def member() -> Member:
     return Member(torch.device("cpu"), worker=0)
 
 
@@ -32,7 +31,14 @@ def listener() -> Iterator[socket.socket]:
 
 def description(listener: socket.socket) -> dict:
     port = listener.getsockname()[1]
-    return {"group": "g", "address": "127.0.0.1", "port": port, "rank": 1, "world_size": 3}
+    return {
+        "group": "g",
+        "address": "127.0.0.1",
+        "port": port,
+        "rank": 1,
+        "world_size": 3,
+        "timeout_s": SECONDS,
+    }
 
 
 def joins_within(member: Member, transport: dict, seconds: float, *, match: str) -> None:

@@ -72,6 +72,12 @@ class Target:
     def weights_commit(self, version, digests):
         return []
 
+    def health(self):
+        return {}
+
+    def hang_up(self, reason):
+        raise AssertionError(reason)
+
 
 def push(transport, version=1, buckets=BUCKETS, manifest=MANIFEST, lora=None) -> None:
     error = None
@@ -309,8 +315,10 @@ def test_disk_never_shows_half_a_version(tmp_path):
         disk.newest(tmp_path)
 
 
-def in_group(*targets: Target) -> GroupTransport:
-    transport = GroupTransport(targets, device=CPU, num_workers=[1] * len(targets))
+def in_group(*targets: Target, timeout_s: float = transfers.TIMEOUT_S) -> GroupTransport:
+    transport = GroupTransport(
+        targets, device=CPU, num_workers=[1] * len(targets), timeout_s=timeout_s
+    )
     for place, target in enumerate(targets):
         target.name = f"replica_{place}"
     transport.first_ranks = {target.name: 1 + place for place, target in enumerate(targets)}
@@ -368,26 +376,23 @@ def test_a_group_that_not_everyone_joins():
     assert ended.wait(5) and time.monotonic() - start < 5
 
 
-def test_a_replica_that_is_busy_for_long_joins_late(monkeypatch):
-    monkeypatch.setattr(transfers, "TIMEOUT_S", 1.0)
-
+def test_a_replica_that_is_busy_for_long_joins_late():
     class Late(Target):
         def weights_begin(self, version, manifest, *, lora, transport):
             time.sleep(2)
             super().weights_begin(version, manifest, lora=lora, transport=transport)
 
     targets = [Target(), Late()]
-    transport = in_group(*targets)
+    transport = in_group(*targets, timeout_s=1.0)
     push(transport, 1)
     assert_held(targets[0])
     assert_held(targets[1])
     transport.close()
 
 
-def test_a_trainer_that_goes_leaves_a_worker_waiting_for_no_longer_than_its_limit(monkeypatch):
-    monkeypatch.setattr(transfers, "TIMEOUT_S", 1.0)
+def test_a_trainer_that_goes_leaves_a_worker_waiting_for_no_longer_than_its_limit():
     target = Target()
-    transport = in_group(target)
+    transport = in_group(target, timeout_s=1.0)
     transport.begin(1, MANIFEST, None)
     source = {"transport": "nccl", "group": transport._description["group"], "tensors": MANIFEST}
     with pytest.raises(RuntimeError, match="did not come whole from the trainer"):
@@ -397,11 +402,32 @@ def test_a_trainer_that_goes_leaves_a_worker_waiting_for_no_longer_than_its_limi
     transport.close()
 
 
-@pytest.mark.parametrize("key", ["group", "address", "port", "rank", "world_size"])
+DESCRIPTION = {
+    "group": "a",
+    "address": "127.0.0.1",
+    "port": 1,
+    "rank": 1,
+    "world_size": 2,
+    "timeout_s": 1.0,
+}
+
+
+@pytest.mark.parametrize("key", DESCRIPTION)
 def test_a_description_of_no_group(key):
-    whole = {"group": "a", "address": "127.0.0.1", "port": 1, "rank": 1, "world_size": 2}
     with pytest.raises(ValueError, match=f"transport nccl needs '{key}'"):
-        Member(CPU, worker=0).join(whole | {key: None})
+        Member(CPU, worker=0).join(DESCRIPTION | {key: None})
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), 2 * transfers.TIMEOUT_S])
+def test_a_trainer_cannot_hold_a_worker_for_longer_than_the_workers_own_limit(timeout_s):
+    with pytest.raises(ValueError, match="must be above 0 and at most 30"):
+        Member(CPU, worker=0).join(DESCRIPTION | {"timeout_s": timeout_s})
+
+
+def test_a_message_of_another_size_or_bucket_is_not_taken():
+    """gloo itself would fill the buffer in part, or end the process."""
+    tags = {transfers.message_tag(number, size) for number in range(50) for size in range(50)}
+    assert len(tags) == 2500 and all(0 <= tag < 2**31 for tag in tags)
 
 
 def test_the_table_names_its_senders_and_what_the_config_takes():
