@@ -18,11 +18,10 @@ from megadiff.config.schema import ParallelConfig
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.process.identity import device_name, host_name
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
-from megadiff.rollout.client.fleet import Fleet
+from megadiff.rollout.client.fleet import HEARTBEAT_S, Fleet
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports import shared_memory
 from megadiff.sync.transports.choose import build_transport
-from megadiff.sync.transports.watch import HEARTBEAT_S
 from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.tensors.model_files import weight_files
@@ -102,7 +101,7 @@ def sync_between(
     mesh = init_mesh(layout, "cpu")
     components = sorted({name.partition(".")[0] for name in source.weights})
     clients = [client(url, name, timeout_s=60) for name, url in urls.items()]
-    with Fleet(clients, batch_size=4) as fleet:
+    with Fleet(clients, batch_size=4, heartbeat_s=heartbeat_s) as fleet:
         targets = fleet.weight_targets()
         workers = {target.name: target.weights_places() for target in targets}
         here = {"host": host_name(), "device": device_name(CPU)}
@@ -116,7 +115,6 @@ def sync_between(
                 rank=0,
                 device=CPU,
                 folder=folder,
-                heartbeat_s=heartbeat_s,
             ),
             folder_manifest(model, tuple(components), dtype="float32"),
             boxes={

@@ -356,15 +356,7 @@ class WeightTarget:
     def __init__(self, fleet: Fleet, client: ReplicaClient) -> None:
         self.name = client.name
         self.url = client.url
-        self._client = client
         self._call = partial(fleet.call, client)
-
-    def health(self) -> Mapping[str, Any]:
-        return self._client.health()
-
-    def hang_up(self, reason: str) -> None:
-        """Close its connections: requests that wait for an answer fail."""
-        self._client.close()
 
     def weights_places(self) -> list[dict[str, Any]]:
         return self._call(ReplicaClient.weights_places)

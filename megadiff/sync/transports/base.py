@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from megadiff.sync.bucket import Bucket, BucketBody
 from megadiff.sync.transports.host_memory import HostMemory
-from megadiff.sync.transports.watch import HEARTBEAT_S, Living, TargetWatch
 from megadiff.tensors.manifest import Manifest, manifest_json
 from megadiff.types import LoraSpec
 
@@ -21,12 +20,13 @@ class SyncError(RuntimeError):
     """Weights did not arrive as they were sent; names the replica, and tensors where known."""
 
 
-class PushTarget(Living, Protocol):
+class PushTarget(Protocol):
     """A replica as the sync sees it. Each call waits for the replica's answer.
 
     manifest: as JSON. digests: of what the workers should answer to the commit.
     """
 
+    name: str
     url: str
 
     def weights_begin(
@@ -48,15 +48,13 @@ class Transport(ABC):
 
     A push is begin, bucket after bucket, commit, end. Every method returns when all targets have
     answered, and raises the first of their errors. One thread calls at a time.
-    name: of the transport in a push, as table.TRANSPORTS has it. heartbeat_s: a target that gives
-    no sign of life for so long is named in an error, and waited for no longer.
+    name: of the transport in a push, as table.TRANSPORTS has it.
     """
 
     name: str
 
-    def __init__(self, targets: Sequence[PushTarget], *, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(self, targets: Sequence[PushTarget]) -> None:
         self.targets = list(targets)
-        self.watch = TargetWatch(heartbeat_s)
         # At least one: a rank may have no targets, and an executor refuses to have no threads.
         self._pool = ThreadPoolExecutor(max(1, len(self.targets)), thread_name_prefix="weights")
 
@@ -115,22 +113,7 @@ class Transport(ABC):
 
     def start(self, call: Callable[[PushTarget], None]) -> list[Future[None]]:
         """Start call(target) for every target at once."""
-        futures = []
-        for target in self.targets:
-            future = self._pool.submit(self._named, call, target)
-            self.watch.add(target, future)
-            futures.append(future)
-        return futures
-
-    def _named(self, call: Callable[[PushTarget], None], target: PushTarget) -> None:
-        """Call, and say why the watch has ended the call where it has."""
-        try:
-            call(target)
-        except Exception as error:
-            reason = self.watch.reasons.get(target.name)
-            if reason is None:
-                raise
-            raise SyncError(f"{target.name} at {target.url} {reason}; is it stopped?") from error
+        return [self._pool.submit(call, target) for target in self.targets]
 
     def wait(self, futures: Sequence[Future[None]]) -> None:
         """Wait for all, then raise the first failure."""
@@ -145,8 +128,8 @@ class HttpTransport(Transport):
 
     name = "http"
 
-    def __init__(self, targets: Sequence[PushTarget], *, heartbeat_s: float = HEARTBEAT_S) -> None:
-        super().__init__(targets, heartbeat_s=heartbeat_s)
+    def __init__(self, targets: Sequence[PushTarget]) -> None:
+        super().__init__(targets)
         self._memory = HostMemory()
 
     def send(self, bucket: Bucket) -> None:

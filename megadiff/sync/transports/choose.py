@@ -15,7 +15,6 @@ from megadiff.sync.transports.disk import DiskTransport
 from megadiff.sync.transports.group import GroupTransport
 from megadiff.sync.transports.shared_memory import SharedMemoryTransport
 from megadiff.sync.transports.table import OPTIONS
-from megadiff.sync.transports.watch import HEARTBEAT_S
 
 Workers = Mapping[str, Sequence[Mapping[str, Any]]]  # replica → of each worker: host, device, boxes
 
@@ -29,13 +28,11 @@ def build_transport(
     rank: int,
     device: torch.device,
     folder: Path,
-    heartbeat_s: float = HEARTBEAT_S,
 ) -> Transport:
     """Return sync.transport's end on this trainer rank, with the replicas that it sends to.
 
     targets: the replicas that this rank shares. ranks: host and device of each trainer rank that
     shares them; rank: this one's number among those; device: its own. folder: of transport disk.
-    heartbeat_s: a replica that gives no sign of life for so long fails the push.
     Raises ValueError for devices that the transport cannot serve, the same on every rank.
     """
     if name == "auto":
@@ -47,25 +44,21 @@ def build_transport(
         raise ValueError(f"sync.transport: transport {name!r} is none of {', '.join(OPTIONS)}")
 
     if name == "shm":
-        return _shared(
-            targets, workers, ranks=ranks, rank=rank, device=device, heartbeat_s=heartbeat_s
-        )
+        return _shared(targets, workers, ranks=ranks, rank=rank, device=device)
     if name == "nccl":
         # Before rank 0 goes a way of its own: every rank must raise the same error.
         _check_group(workers, ranks[0])
 
     if name == "http":
         # All ranks have every bucket: each sends to its part of the replicas.
-        return HttpTransport(targets[rank :: len(ranks)], heartbeat_s=heartbeat_s)
+        return HttpTransport(targets[rank :: len(ranks)])
     if rank != 0:
         return HttpTransport([])  # to nobody: rank 0 sends
 
     if name == "nccl":
         num_workers = [len(workers[target.name]) for target in targets]
-        return GroupTransport(
-            targets, device=device, num_workers=num_workers, heartbeat_s=heartbeat_s
-        )
-    return DiskTransport(targets, folder=folder, heartbeat_s=heartbeat_s)
+        return GroupTransport(targets, device=device, num_workers=num_workers)
+    return DiskTransport(targets, folder=folder)
 
 
 def _fastest(workers: Workers, *, ranks: Sequence[Mapping[str, str]]) -> str:
@@ -99,7 +92,6 @@ def _shared(
     ranks: Sequence[Mapping[str, str]],
     rank: int,
     device: torch.device,
-    heartbeat_s: float,
 ) -> Transport:
     """Return GPU memory where every replica has one worker and a rank shares its GPU.
 
@@ -117,7 +109,7 @@ def _shared(
     devices = {target.name: workers[target.name][0]["device"] for target in targets}
     has_several = any(len(workers[target.name]) > 1 for target in targets)
     if set(devices.values()) == {"cpu"} or has_several:
-        return SharedMemoryTransport(targets if rank == 0 else [], heartbeat_s=heartbeat_s)
+        return SharedMemoryTransport(targets if rank == 0 else [])
 
     senders: dict[str, int] = {}
     for sender, row in enumerate(ranks):
@@ -130,7 +122,7 @@ def _shared(
         )
 
     nearby = [target for target in targets if senders[devices[target.name]] == rank]
-    return CudaIpcTransport(nearby, device=device, heartbeat_s=heartbeat_s)
+    return CudaIpcTransport(nearby, device=device)
 
 
 def _check_group(workers: Workers, sender: Mapping[str, str]) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from megadiff.process.allocator import fixed_segments
 from megadiff.sync.bucket import Bucket, bucket_manifest, flat_bytes, write_flat
 from megadiff.sync.transports.base import PushTarget, Transport
-from megadiff.sync.transports.watch import HEARTBEAT_S
 
 # What UntypedStorage._share_cuda_() returns and _new_shared_cuda() takes, in their order.
 _FIELDS = ("device", "handle", "size", "offset", "counter", "counter_offset", "event", "event_sync")
@@ -32,14 +31,8 @@ class CudaIpcTransport(Transport):
 
     name = "cuda_ipc"
 
-    def __init__(
-        self,
-        targets: Sequence[PushTarget],
-        *,
-        device: torch.device,
-        heartbeat_s: float = HEARTBEAT_S,
-    ) -> None:
-        super().__init__(targets, heartbeat_s=heartbeat_s)
+    def __init__(self, targets: Sequence[PushTarget], *, device: torch.device) -> None:
+        super().__init__(targets)
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._flat: Tensor | None = None

@@ -22,7 +22,6 @@ from typing import Any
 from megadiff.sync.bucket import Bucket, bucket_manifest, encode_bucket
 from megadiff.sync.transports.base import PushTarget, Transport
 from megadiff.sync.transports.host_memory import HostMemory
-from megadiff.sync.transports.watch import HEARTBEAT_S
 from megadiff.tensors.fingerprint import fingerprints
 from megadiff.tensors.lora_names import lora_from_json
 from megadiff.tensors.manifest import Manifest
@@ -47,14 +46,8 @@ class DiskTransport(Transport):
 
     name = "disk"
 
-    def __init__(
-        self,
-        targets: Sequence[PushTarget],
-        *,
-        folder: Path,
-        heartbeat_s: float = HEARTBEAT_S,
-    ) -> None:
-        super().__init__(targets, heartbeat_s=heartbeat_s)
+    def __init__(self, targets: Sequence[PushTarget], *, folder: Path) -> None:
+        super().__init__(targets)
         self.folder = folder
         self._aside = folder
         self._memory = HostMemory()

@@ -37,7 +37,6 @@ from megadiff.sync.transports.transfers import (
     receive,
     send,
 )
-from megadiff.sync.transports.watch import HEARTBEAT_S
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import LoraSpec
 
@@ -49,7 +48,7 @@ class GroupTransport(Transport):
     """Send from rank 0 to the workers of all targets, in one group.
 
     device: where buckets are gathered. num_workers: of each target. timeout_s: of one bucket, for
-    the workers as well; never longer than heartbeat_s.
+    the workers as well.
     """
 
     name = "nccl"
@@ -60,12 +59,11 @@ class GroupTransport(Transport):
         *,
         device: torch.device,
         num_workers: Sequence[int],
-        heartbeat_s: float = HEARTBEAT_S,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        super().__init__(targets, heartbeat_s=heartbeat_s)
+        super().__init__(targets)
         self.device = device
-        self.timeout_s = min(timeout_s, heartbeat_s)
+        self.timeout_s = timeout_s
 
         self.first_ranks: dict[str, int] = {}
         self.world_size = 1  # rank 0 is the trainer

@@ -18,7 +18,6 @@ from pathlib import Path
 from megadiff.sync.bucket import Bucket
 from megadiff.sync.transports.base import PushTarget, SyncError, Transport
 from megadiff.sync.transports.host_memory import HostMemory
-from megadiff.sync.transports.watch import HEARTBEAT_S
 
 FOLDER = Path("/dev/shm")
 PREFIX = "megadiff-bucket-"
@@ -32,8 +31,8 @@ class SharedMemoryTransport(Transport):
 
     name = "shm"
 
-    def __init__(self, targets: Sequence[PushTarget], *, heartbeat_s: float = HEARTBEAT_S) -> None:
-        super().__init__(targets, heartbeat_s=heartbeat_s)
+    def __init__(self, targets: Sequence[PushTarget]) -> None:
+        super().__init__(targets)
         self._memory = HostMemory()
         sweep()
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-# Of building the group of those that joined, and of one bucket's transfer, unless the trainer's
-# heartbeat is shorter: the trainer tells its workers.
+# Of building the group of those that joined, and of one bucket's transfer. The trainer tells its
+# workers, and may ask for less.
 TIMEOUT_S = 30.0
 POLL_S = 0.005  # between looks at a broadcast, and at who has joined
 

@@ -72,12 +72,6 @@ class Target:
     def weights_commit(self, version, digests):
         return []
 
-    def health(self):
-        return {}
-
-    def hang_up(self, reason):
-        raise AssertionError(reason)
-
 
 def push(transport, version=1, buckets=BUCKETS, manifest=MANIFEST, lora=None) -> None:
     error = None
