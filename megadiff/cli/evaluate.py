@@ -46,10 +46,11 @@ from megadiff.report.evaluation_table import to_text
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.client.processes import ReplicaDied, stop_all
 from megadiff.train import replicas
-from megadiff.train.build import build_sync, run_folder
+from megadiff.train.build_sync import build_sync
 from megadiff.train.connect import Connection, connect
 from megadiff.train.evaluate import Plan, evaluate
 from megadiff.train.judges import Judges, launch_judges
+from megadiff.train.run import run_folder
 from megadiff.train.run_replicas import RunReplicas
 from megadiff.train.sampling import Redrawable, open_rewards, sampling_of
 

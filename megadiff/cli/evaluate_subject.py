@@ -17,10 +17,10 @@ from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
-from megadiff.train.build import run_folder
 from megadiff.train.check import read_prompts
 from megadiff.train.check_judges import check_judges
 from megadiff.train.evaluate import Plan, eval_sampling, spread
+from megadiff.train.run import run_folder
 
 # In a pipeline folder: size, steps, prompts, rewards, … of its evaluation.
 MODEL_CONFIG = "evaluate.yaml"

@@ -33,11 +33,12 @@ from megadiff.parallel.mesh import Layout, init_mesh, local_world_size_of, world
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.lifeline import kill_children, launcher_pid, watch
 from megadiff.process.title import set_title
-from megadiff.train.build import build_run, build_sft_run, collective_timeout_s, run_folder
+from megadiff.train.build import build_run, build_sft_run, collective_timeout_s
 from megadiff.train.check import check
 from megadiff.train.dry_run import describe, to_text
 from megadiff.train.loop import Run, train
 from megadiff.train.rescue import Rescue
+from megadiff.train.run import run_folder
 from megadiff.train.run_lock import lock
 from megadiff.train.sft import SftRun, train_sft
 from megadiff.train.stop import BuildWatch, StopFiles

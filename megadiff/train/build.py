@@ -28,29 +28,24 @@ from megadiff.observe.events import Events
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers, build_trackers
-from megadiff.parallel.collectives import agreed, broadcast_json, gather_json, read_once
+from megadiff.parallel.collectives import agreed, broadcast_json
 from megadiff.parallel.mesh import Mesh
-from megadiff.process.identity import device_name, host_name
 from megadiff.rewards.score import Scorer
-from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.processes import ReplicaProcess, stop_all
-from megadiff.sync.sync import WeightSync
-from megadiff.sync.transports.choose import build_transport
-from megadiff.tensors.boxes import boxes_from_json
-from megadiff.tensors.manifest import folder_manifest
 from megadiff.train.batch_files import SavedSamples
 from megadiff.train.batches import BatchSource
 from megadiff.train.board import FOLDER, Board
+from megadiff.train.build_sync import build_sync
 from megadiff.train.check import eval_prompts
 from megadiff.train.connect import connect
 from megadiff.train.evaluate import eval_metrics, evaluate, spread
 from megadiff.train.judges import Judges, launch_judges
 from megadiff.train.loop import Run
 from megadiff.train.record import Recorder, used_bytes
-from megadiff.train.replicas import launch, users_of, weights_folder
+from megadiff.train.replicas import launch
 from megadiff.train.rescue import Rescue
 from megadiff.train.rows import rows_per_group
-from megadiff.train.run import RunParts
+from megadiff.train.run import RunParts, run_folder
 from megadiff.train.run_replicas import RunReplicas
 from megadiff.train.sampling import open_rewards, sampling_of, sft_sampling
 from megadiff.train.sft import SftRun
@@ -59,11 +54,6 @@ from megadiff.types import DTYPES, Progress, Prompt
 logger = logging.getLogger(__name__)
 Evaluate = Callable[[int], dict[str, float]]  # a step → its eval/* metrics; collective
 ENCODE_BATCH_TOKENS = 16_384  # a pass of the VAE: 1,024 images of 64×64, 16 of 512×512
-
-
-def run_folder(config: Config) -> Path:
-    """Return runs/<name>."""
-    return Path(config.run.dir) / config.run.name
 
 
 def collective_timeout_s(config: Config) -> float:
@@ -276,58 +266,6 @@ def _build_rescue(
         progress,
         recorded=lambda: recorder.recorded_step,
         events=events,
-    )
-
-
-def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
-    """Return the weight sync from this engine to all replicas. Collective.
-
-    Raises AgreedError for devices that the transport cannot serve.
-    """
-    config = engine.config
-    mesh = engine.mesh
-    adapter = engine.adapter
-    manifest = folder_manifest(
-        adapter.model_folder,
-        adapter.components,
-        dtype=config.model.dtype,
-        plan=adapter.plan,
-    )
-
-    users = users_of(config, mesh)
-    targets = fleet.weight_targets()
-    # every rank needs to know which GPU each worker is on: a transport may send from any rank
-    workers = read_once(
-        lambda: {target.name: target.weights_places() for target in targets},
-        source=users.source,
-        group=users.group,
-        world=mesh.cpu_group,
-    )
-    ranks = gather_json({"host": host_name(), "device": device_name(mesh.device)}, users.group)
-
-    transport = agreed(
-        lambda: build_transport(
-            config.sync.transport,
-            targets,
-            workers,
-            ranks=ranks,
-            rank=mesh.rank - users.source,
-            device=mesh.device,
-            folder=weights_folder(config, mesh, run_folder(config)),
-        ),
-        mesh.cpu_group,
-    )
-
-    boxes = {}
-    for name, replica_workers in workers.items():
-        boxes[name] = [boxes_from_json(worker["boxes"]) for worker in replica_workers]
-    return WeightSync(
-        engine,
-        transport,
-        manifest,
-        boxes=boxes,
-        bucket_bytes=config.sync.bucket_mib * 2**20,
-        cpu_group=mesh.cpu_group,
     )
 
 

@@ -1,11 +1,13 @@
-"""The parts of a run that both loops have."""
+"""Name the parts of a run that both loops have, and its folder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megadiff.algorithms import Algorithm
 from megadiff.checkpoint.checkpoints import Checkpoints
+from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
 from megadiff.observe.events import Events
 from megadiff.parallel.collectives import agreed, all_reduce_max
@@ -53,3 +55,8 @@ class RunParts:
             # all ranks wait for it: torchrun ends them when the first of them ends
             agreed(self.rescue.say_stopped, mesh.cpu_group, here=mesh.rank == 0)
             raise SystemExit(code)
+
+
+def run_folder(config: Config) -> Path:
+    """Return runs/<name>."""
+    return Path(config.run.dir) / config.run.name

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from megadiff.process.identity import host_name
 from megadiff.sync.bucket import BucketBody
 from megadiff.tensors.fingerprint import commit_answer, fingerprints
-from megadiff.train.build import build_sync
+from megadiff.train.build_sync import build_sync
 from tests.distributed.engines import build
 from tests.distributed.ranks import run_ranks
 

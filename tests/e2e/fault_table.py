@@ -15,9 +15,10 @@ from megadiff.engines import build_engine
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import init_mesh
 from megadiff.train import parity, probe
-from megadiff.train.build import build_sync, run_folder
+from megadiff.train.build_sync import build_sync
 from megadiff.train.check import check
 from megadiff.train.connect import connect
+from megadiff.train.run import run_folder
 from tests.distributed.ranks import run_ranks
 
 
