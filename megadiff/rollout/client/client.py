@@ -23,6 +23,7 @@ from megadiff.process.bounded_http import (
     Exchange,
     NoAnswer,
 )
+from megadiff.rollout.client.answers import JSON_BYTES, check_groups, groups_bytes
 from megadiff.rollout.limits import OUTSTANDING_HEADER, RUN_HEADER
 from megadiff.rollout.proof import (
     REPLICA,
@@ -44,8 +45,6 @@ HELLO_TIMEOUT_S = 30.0  # in the middle of a run, when the replica may be busy
 # a replica that does not hear it is free after OWNER_SILENT_S all the same
 RELEASE_TIMEOUT_S = 2.0
 SMALL_BYTES = 2**20  # of an answer from an address that has proved nothing yet
-JSON_BYTES = 2**26  # the fingerprints of a large model's tensors, of several workers, are some MiB
-CONDITIONING_BYTES = 2**28  # of a group's embeddings and masks
 # what the replica tells of a call: milliseconds inside the engine
 _ENGINE_MS = re.compile(r"\bengine;dur=([0-9]+(?:\.[0-9]+)?)")
 PATIENCE = (
@@ -198,7 +197,7 @@ class ReplicaClient:
         )
         try:
             groups = decode_groups(answer.body)
-            _check_groups(groups, requests)
+            check_groups(groups, requests)
         except (ValueError, LookupError, TypeError) as error:
             text = f"POST /rl/generate has an unusable answer: {error!r:.300}"
             raise ReplicaError(self.name, None, text) from error
@@ -356,35 +355,6 @@ class ReplicaClient:
             is_patience_over = timeout_s is None and error.status == TIMED_OUT
             way_out = PATIENCE if is_patience_over else ""
             raise ReplicaError(self.name, error.status, f"{error}{way_out}") from error
-
-
-def _check_groups(groups: Sequence[RolloutGroup], requests: Sequence[RolloutRequest]) -> None:
-    """Raise ValueError where the groups are not those that were asked for, in order."""
-    asked = [(request.prompt.id, request.sample_indices) for request in requests]
-    answered = [(group.prompt.id, group.sample_indices) for group in groups]
-    if answered != asked:
-        raise ValueError(f"it has the groups {answered}, and was asked for {asked}")
-    for group, request in zip(groups, requests, strict=True):
-        if request.policy_version not in (None, group.policy_version):
-            raise ValueError(
-                f"prompt {group.prompt.id} was drawn with version {group.policy_version}, and "
-                f"asked for with {request.policy_version}"
-            )
-
-
-def groups_bytes(requests: Sequence[RolloutRequest]) -> int:
-    """Return how many bytes an answer with the groups of these requests may have, generously.
-
-    A sample has its pixels in uint8, and a latent state for each step that is recorded. 16 bytes a
-    pixel and state are enough for a model that diffuses pixels in float32; latents have 1 to 4.
-    """
-    total = JSON_BYTES  # of the header, with all prompts and samplings
-    for request in requests:
-        sampling = request.sampling
-        pixels = sampling.height * sampling.width * sampling.num_frames
-        states = sampling.num_inference_steps + 2
-        total += CONDITIONING_BYTES + len(request.sample_indices) * pixels * (3 + 16 * states)
-    return total
 
 
 def _json_bytes(value: object) -> bytes:
