@@ -3,10 +3,15 @@
     python tools/bench_faults.py --faults 100 --seed 0 [--replicas 4] [--model assets/shapes]
 
 Two runs of `megadiff train` from one config: one is left alone, and in the other a random replica
-gets SIGKILL, SIGSTOP or SIGTERM at a random moment, --faults times over all steps. Counted: steps
-whose figures differ (time, perf and memory aside), steps that are missing, processes that are left.
-Prints the events by kind and the seconds of both runs. Exit code 0 when all three are 0. Seeds are
-printed; all traffic is on loopback.
+has a fault at a random moment, --faults times over all steps. A fault is one of
+
+    SIGKILL, SIGSTOP, SIGTERM   of the replica and its workers
+    drop                        all of its connections are broken (`ss -K`, which wants root)
+    late                        it answers nothing for 1 to 5 s, less than rollout.heartbeat_s
+
+Counted: steps whose figures differ (time, perf and memory aside), steps that are missing, processes
+that are left. Prints the faults and the events by kind, and the seconds of both runs. Exit code 0
+when all three are 0. Seeds are printed; all traffic is on loopback.
 """
 
 from __future__ import annotations
@@ -16,12 +21,15 @@ import json
 import os
 import random
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -29,7 +37,10 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MEGADIFF_BENCH_FAULTS"
 ASIDE = ("time/", "perf/", "memory/")
-SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+DROP = "drop"
+LATE = "late"
+KINDS = ("SIGKILL", "SIGSTOP", "SIGTERM", DROP, LATE)
+LATE_S = (1.0, 5.0)  # below the config's heartbeat_s
 LEFT_S = 8.0  # for replicas to end with their run
 CONFIG = """
 model: {{path: {model}, dtype: float32}}
@@ -64,12 +75,16 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--model", type=Path, default=ROOT / "assets" / "shapes")
     parser.add_argument("--limit-s", type=float, default=3000.0, help="of one run")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("overrides", nargs="*", help="key=value of the config")
     options = parser.parse_args(argv)
     steps = options.steps or max(3, options.faults // 2)
+    if DROP in options.kinds and (os.geteuid() or not shutil.which("ss")):
+        print("no connection is dropped: that wants root and the program ss (iproute2)")
+        options.kinds.remove(DROP)
 
     with tempfile.TemporaryDirectory(prefix="megadiff-faults-") as scratch:
         folder = options.folder or Path(scratch)
@@ -138,12 +153,13 @@ def run(
 def break_replicas(
     process: subprocess.Popen, metrics: Path, faults: int, options: argparse.Namespace
 ) -> None:
-    """Send random signals to random replicas, spread over the run's steps."""
+    """Do random faults to random replicas, spread over the run's steps."""
     rng = random.Random(options.seed)
     num_steps = options.steps or max(3, options.faults // 2)
     # none before the first step: a replica that never served tells of a mistake
     moments = sorted(1 + (num_steps - 1) * rng.random() for _ in range(faults))
     deadline_s = time.monotonic() + options.limit_s
+    done: Counter[str] = Counter()
     for moment in moments:
         while process.poll() is None and len(rows_of(metrics)) < int(moment):
             if time.monotonic() > deadline_s:
@@ -153,12 +169,41 @@ def break_replicas(
         servers = replicas_of(process.pid)
         if process.poll() is not None or not servers:
             continue
-        server = rng.choice(servers)
-        number = rng.choice(SIGNALS)
-        try:
-            os.killpg(server.pid, number)
-        except ProcessLookupError:
-            continue
+        kind = rng.choice(options.kinds)
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            do_fault(kind, rng.choice(servers), seconds=rng.uniform(*LATE_S))
+            done[kind] += 1
+    if done:
+        print(
+            f"faults done: {', '.join(f'{kind} {count}' for kind, count in sorted(done.items()))}"
+        )
+
+
+def do_fault(kind: str, server: psutil.Process, *, seconds: float) -> None:
+    """Do a fault of KINDS to a replica. seconds: of a late one."""
+    if kind == DROP:
+        drop_connections(server)
+    elif kind == LATE:
+        os.killpg(server.pid, signal.SIGSTOP)
+        threading.Timer(seconds, wake, [server]).start()
+    else:
+        os.killpg(server.pid, signal.Signals[kind])
+
+
+def wake(server: psutil.Process) -> None:
+    # is_running(): another process may have the number by then
+    with suppress(ProcessLookupError):
+        if server.is_running():
+            os.killpg(server.pid, signal.SIGCONT)
+
+
+def drop_connections(server: psutil.Process) -> None:
+    """Break what is connected to the ports that a server listens on."""
+    connections = server.net_connections(kind="tcp")
+    ports = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+    for port in ports:
+        command = ["ss", "-K", "state", "established", "sport", "=", str(port)]
+        subprocess.run(command, check=True, capture_output=True)
 
 
 def replicas_of(pid: int) -> list[psutil.Process]:

@@ -31,7 +31,7 @@ def test_twelve_random_ends(tmp_path):
 
 
 def test_ten_random_faults_of_replicas_change_no_bit(tmp_path, tiny_model):
-    """SIGKILL, SIGSTOP and SIGTERM, in draws, pushes and restarts; figures equal a calm run's."""
+    """Signals, broken connections and late answers, in draws, pushes and restarts."""
     command = [sys.executable, str(ROOT / "tools" / "bench_faults.py"), "--faults=10", "--seed=3"]
     done = subprocess.run(
         [*command, f"--model={tiny_model}", f"--folder={tmp_path}"],
