@@ -1,4 +1,4 @@
-"""What a checkpoint may hold beside the weights: a protocol."""
+"""Name what a checkpoint may hold beside the weights, as a protocol."""
 
 from __future__ import annotations
 

@@ -178,10 +178,10 @@ class GuidedFamily(ModelAdapter):
             if value == off:
                 continue
             if key not in self.guidance_keys:
-                own = " and ".join(f"rollout.{name}" for name in self.guidance_keys)
+                keys = " and ".join(f"rollout.{name}" for name in self.guidance_keys)
                 raise ValueError(
                     f"rollout.{key}={value}, but this model ({self.title}) is guided by "
-                    f"{own} alone; set rollout.{key}={off:g}"
+                    f"{keys} alone; set rollout.{key}={off:g}"
                 )
             if value < 1:
                 raise ValueError(f"rollout.{key}={value} < 1 (off); set it to 1 or more")

@@ -35,7 +35,8 @@ def _totals(events: Sequence[Event]) -> list[list[str]]:
     for (words, replica), group in groups.items():
         lost = _seconds(sum(event.lost_s for event in group))
         steps = [event.step for event in group]
-        first, last = min(steps), max(steps)
+        first = min(steps)
+        last = max(steps)
         span = str(first) if first == last else f"{first} … {last}"
         table.append([words, replica, str(len(group)), lost, span])
 

@@ -242,11 +242,14 @@ class _BatchFile:
 
 def _joined(parts: Sequence[StepSamples]) -> StepSamples:
     first = parts[0]
+    rewards = {}
+    for name in first.rewards:
+        rewards[name] = torch.cat([part.rewards[name] for part in parts])
     return StepSamples(
         step=first.step,
         identities=tuple(chain.from_iterable(part.identities for part in parts)),
         groups=list(chain.from_iterable(part.groups for part in parts)),
-        rewards={name: torch.cat([part.rewards[name] for part in parts]) for name in first.rewards},
+        rewards=rewards,
         figures=tuple(chain.from_iterable(part.figures for part in parts)),
     )
 

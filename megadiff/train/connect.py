@@ -107,11 +107,36 @@ def connect(
     if not users.here:
         return Connection(fleet=fleet, supervisor=None, make_client=make_client)
 
+    supervisor = _supervisor(
+        config,
+        mesh,
+        RegistryWatch(registry, token=token, run=run),
+        announced,
+        processes,
+        make_client=make_client,
+        report=report,
+    )
+    stack.enter_context(supervisor)
+    return Connection(fleet=fleet, supervisor=supervisor, make_client=make_client)
+
+
+def _supervisor(
+    config: Config,
+    mesh: Mesh,
+    registry: RegistryWatch,
+    announced: Mapping[str, str],
+    processes: Sequence[ReplicaProcess],
+    *,
+    make_client: Callable[[str, str], ReplicaClient],
+    report: Report,
+) -> Supervisor:
+    """Return what watches the announced replicas, name → url, from this rank."""
+    rollout = config.rollout
     members = Members([process.name for process in processes], max_restarts=rollout.max_restarts)
     for name, url in announced.items():
         members.join(name, url, time.monotonic())
-    supervisor = Supervisor(
-        registry=RegistryWatch(registry, token=token, run=run),
+    return Supervisor(
+        registry=registry,
         members=members,
         make_client=make_client,
         heartbeat_s=rollout.heartbeat_s,
@@ -120,11 +145,9 @@ def connect(
         processes={process.name: process for process in processes},
         check=partial(check_arithmetic, config=config),
         restarts_any_time=not sleeps(config, device_type=mesh.device.type),
-        releases=not is_colocated,  # colocated ones end with their run
+        releases=rollout.mode == "separate",  # colocated ones end with their run
         report=report,
     )
-    stack.enter_context(supervisor)
-    return Connection(fleet=fleet, supervisor=supervisor, make_client=make_client)
 
 
 def run_id(config: Config, folder: Path) -> str:

@@ -205,21 +205,21 @@ class RunReplicas:
             group=users.group,
             world=self._mesh.cpu_group,
         )
-        kept = {}  # the clients that go on
+        going_on = {}  # name → client
         for name, (url, life) in roster.items():
             # Another life at the same address may be a process that holds other weights.
             if url in before and url not in lost and self._lives.get(name, life) == life:
-                kept[name] = before[url]
+                going_on[name] = before[url]
         self._lives = {name: life for name, (_, life) in roster.items()}
 
-        is_changed = bool(lost) or not len(kept) == len(roster) == len(before)
+        is_changed = bool(lost) or not len(going_on) == len(roster) == len(before)
         changes = all_reduce_max({"changed": float(is_changed)}, self._mesh.cpu_group)
         if not changes["changed"]:
             return None
 
-        joined = [name for name in roster if name not in kept]
+        joined = [name for name in roster if name not in going_on]
         new = {name: self._make_client(name, roster[name][0]) for name in joined}
-        clients = kept | new
+        clients = going_on | new
         self.fleet.set_replicas([clients[name] for name in roster])
         return joined
 

@@ -65,7 +65,7 @@ class ReplicaCall:
 
 @dataclass
 class _Worker:
-    """What the queue knows of a replica.
+    """Hold what the queue knows of a replica.
 
     calls: that it has, each with the seconds when its turn came. others: samples that other
     ranks had with it at heard_s. rate: seconds a sample, None until its first answer.
@@ -100,9 +100,9 @@ class _Worker:
             waited_s = now_s - since_s
             rate = max(rate, waited_s / oldest.num_samples)
 
-        own = sum(call.num_samples for call in self.calls)
+        given = sum(call.num_samples for call in self.calls)
         others_s = max(0.0, rate * self.others - (now_s - self.heard_s))
-        return max(0.0, rate * own - waited_s) + others_s, rate
+        return max(0.0, rate * given - waited_s) + others_s, rate
 
 
 class CallQueue:
@@ -167,8 +167,8 @@ class CallQueue:
         All waiting calls are laid out over all replicas, each on the one that would finish it
         first. So at a step's end a slow replica stays idle where faster ones are done sooner.
         """
-        known = [worker.rate for worker in self._workers.values() if worker.rate is not None]
-        usual = sum(known) / len(known) if known else 1.0
+        rates = [worker.rate for worker in self._workers.values() if worker.rate is not None]
+        usual = sum(rates) / len(rates) if rates else 1.0
         size = self._waiting[0].num_samples  # calls but the last are of one size
         heap = []
         for order, (name, worker) in enumerate(self._workers.items()):
@@ -195,8 +195,8 @@ class CallQueue:
         call.is_done = True
         rate = seconds / call.num_samples
         worker.rate = rate if worker.rate is None else (worker.rate + rate) / 2
-        own = sum(other.num_samples for other in worker.calls)
-        worker.others = max(0, outstanding - own)
+        given = sum(other.num_samples for other in worker.calls)
+        worker.others = max(0, outstanding - given)
         worker.heard_s = now_s
         worker.num_failures = 0
         self._rates[replica] = worker.rate

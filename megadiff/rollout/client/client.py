@@ -66,7 +66,7 @@ class ReplicaError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """What a call drew.
+    """Hold what a call drew.
 
     engine_s: seconds inside the engine. outstanding: samples that the replica still had to draw
     when it answered, for any rank.

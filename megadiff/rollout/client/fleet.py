@@ -97,10 +97,11 @@ class Fleet(AbstractContextManager["Fleet"]):
         A batch is as wide as its longest prompt: those of similar length go into one call.
         """
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt.text))
-        return [
-            ReplicaCall(batch, sum(len(requests[index].sample_indices) for index in batch))
-            for batch in self._batches(requests, order)
-        ]
+        calls = []
+        for batch in self._batches(requests, order):
+            num_samples = sum(len(requests[index].sample_indices) for index in batch)
+            calls.append(ReplicaCall(batch, num_samples))
+        return calls
 
     def generate(
         self, requests: Sequence[RolloutRequest], calls: Sequence[ReplicaCall] | None = None

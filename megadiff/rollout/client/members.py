@@ -14,7 +14,7 @@ LONGEST_BACKOFF_S = 60.0
 
 
 class Phase(Enum):
-    """Where a replica is in its life.
+    """Say where a replica is in its life.
 
     starting → ready → lost → ended → starting. Only a ready one is in the roster.
     ready: announced and proven. lost: dead, hung, or of no use; its process may still be there.

@@ -1,4 +1,4 @@
-"""How replicas' fates are reported: as megadiff.observe.events.Events.write() takes them."""
+"""Name what takes reports of replicas, as megadiff.observe.events.Events.write() does."""
 
 from __future__ import annotations
 

@@ -27,6 +27,8 @@ from megadiff.rollout.spec import ReplicaSpec, process_title
 from megadiff.rollout.stages import check_stages, single_stage
 
 if TYPE_CHECKING:  # imports torch
+    import uvicorn
+
     from megadiff.models.adapter import ModelAdapter
 
 logger = logging.getLogger(__name__)
@@ -291,19 +293,26 @@ async def _serve(
         freeze_startup_objects()
         logger.info("%s serves %s on %s (vllm-omni %s)", spec.name, spec.model, url, omni_version)
 
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        # A replica is announced only once it listens: who finds it asks it at once.
-        while not (server.started or serving.done()):
-            await asyncio.sleep(0.02)
-
-        with announced(spec.registry, name=spec.name, url=url) as withdraw:
-            while not serving.done():
-                await asyncio.wait([serving], timeout=WITHDRAW_S)
-                if server.should_exit:
-                    withdraw()  # before the calls in flight are finished: nobody may count on it
-            await serving
+        await _serve_announced(server, listener, spec, url)
     finally:
         _stop_engine(engine)
+
+
+async def _serve_announced(
+    server: uvicorn.Server, listener: socket.socket, spec: ReplicaSpec, url: str
+) -> None:
+    """Serve until the server is told to end; be in the registry meanwhile."""
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    # A replica is announced only once it listens: who finds it asks it at once.
+    while not (server.started or serving.done()):
+        await asyncio.sleep(0.02)
+
+    with announced(spec.registry, name=spec.name, url=url) as withdraw:
+        while not serving.done():
+            await asyncio.wait([serving], timeout=WITHDRAW_S)
+            if server.should_exit:
+                withdraw()  # before the calls in flight are finished: nobody may count on it
+        await serving
 
 
 def _stop_engine(engine: Any) -> None:
