@@ -53,6 +53,7 @@ from megadiff.types import Prompt, RolloutRequest, Sampling
 BUCKET_BYTES = 2**20  # four or five buckets of the tiny model
 MESSAGE_S = 1.0  # of the group's transfers: a message that is lost is waited for so long
 JOIN_S = 3.0  # of the group's members
+HEARTBEAT_S = 10.0  # far above what a trial takes, so that only a replica that hangs is lost
 REQUEST = RolloutRequest(
     prompt=Prompt(text="a red cat", id="ab" * 8),
     sampling=Sampling(
@@ -111,7 +112,7 @@ class Trials:
     ) -> None:
         self.weights = weights
         self.injector = injector
-        self.fleet = Fleet(clients, batch_size=1)
+        self.fleet = Fleet(clients, batch_size=1, heartbeat_s=HEARTBEAT_S)
         stack.enter_context(self.fleet)
         self.clients = clients
         self.version = 1000
@@ -176,6 +177,8 @@ class Trials:
         self.syncs[transport].push(self.version)
 
     def _clean_push(self, transport: str) -> None:
+        # a fault may have lost one: as run_replicas.py does before a push
+        self.fleet.set_replicas(self.clients)
         self.injector.arm(None)
         self._push(transport, POLICIES[0])
         self.injector.keep()

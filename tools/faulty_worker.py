@@ -46,7 +46,9 @@ class FaultyExtension(RolloutWorkerExtension):
         is_due = number == self._bucket
         self._bucket += 1
         group = get_tp_group()
-        if form == "idle" and is_due and group.rank_in_group == group.world_size - 1:
+        # all replicas of the tool run this code, and those of one worker are to be right
+        is_last = 0 < group.rank_in_group == group.world_size - 1
+        if form == "idle" and is_due and is_last:
             with self._receiver.tensors(source):
                 return
         if form == "parts" and is_due:

@@ -231,7 +231,9 @@ class GuidedFamily(ModelAdapter):
         """Load the tokenizers and text encoders, as a pipeline has them."""
         import diffusers
 
-        stock = getattr(diffusers, self.pipeline_class)
+        # A family from outside may have a class that diffusers lacks, and its parent's encoders.
+        names = [getattr(cls, "pipeline_class", "") for cls in type(self).__mro__]
+        stock = next(getattr(diffusers, name) for name in names if hasattr(diffusers, name))
         unread = dict.fromkeys((*self.components, "vae", "scheduler"))
         return stock.from_pretrained(self.model_folder, torch_dtype=dtype, **unread)
 

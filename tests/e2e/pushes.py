@@ -22,6 +22,7 @@ from megadiff.rollout.client.fleet import HEARTBEAT_S, Fleet
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports import shared_memory
 from megadiff.sync.transports.choose import build_transport
+from megadiff.sync.transports.group import GroupTransport
 from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.tensors.model_files import weight_files
@@ -105,17 +106,14 @@ def sync_between(
         targets = fleet.weight_targets()
         workers = {target.name: target.weights_places() for target in targets}
         here = {"host": host_name(), "device": device_name(CPU)}
+        built = build_transport(
+            transport, targets, workers, ranks=[here], rank=0, device=CPU, folder=folder
+        )
+        if isinstance(built, GroupTransport):
+            built.timeout_s = min(built.timeout_s, heartbeat_s)
         sync = WeightSync(
             source,
-            build_transport(
-                transport,
-                targets,
-                workers,
-                ranks=[here],
-                rank=0,
-                device=CPU,
-                folder=folder,
-            ),
+            built,
             folder_manifest(model, tuple(components), dtype="float32"),
             boxes={
                 name: [boxes_from_json(one["boxes"]) for one in many]
