@@ -27,7 +27,7 @@ PLAIN = Sampling(
     sde_window_size=2,
     sde_window_range=(0, 3),
 )
-TEXTS = ("a red circle", "two blue squares on a wall, above a green star", "sky")
+TEXTS = ("a red circle", "two blue squares on a wall, above a green star", "a sky")
 EXTRA = {"think": True, "max_think_tokens": 6, "do_sample": True, "text_temperature": 1.0}
 TOLERANCE = 1e-7
 
