@@ -27,13 +27,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
+from forked import Forked
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MEGADIFF_KILL_STORM"
@@ -96,48 +96,6 @@ def draw(random_source: random.Random) -> Trial:
     )
 
 
-class Forked:
-    """A command in a fork of this process, whose imports are done: 6 s a trial less.
-
-    run: takes the arguments and returns the exit code.
-    """
-
-    def __init__(self, run: Callable[[list[str]], int], arguments: list[str], log: Path) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        os.setsid()
-        with log.open("wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        code = 1
-        try:
-            code = run(arguments)
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        except BaseException:
-            # It must end here: the storm's own stack is below, with its clean-up.
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self) -> int:
-        while self.poll() is None:
-            time.sleep(0.02)
-        assert self.returncode is not None
-        return self.returncode
-
-
 def train(arguments: list[str]) -> int:
     from megadiff.cli.console import leave, show_crashes
     from megadiff.cli.train import main
@@ -194,9 +152,9 @@ class Storm:
             # A run waits for replicas. Where this one has just been killed, none will come.
             arguments += [f"rollout.start_timeout_s={self.limit_s / 2}"]
         if start != "torchrun":
-            return Forked(train, arguments, log)
+            return Forked(partial(train, arguments), log)
         launcher = ["--standalone", "--nproc-per-node", "2", "-m", "megadiff.cli.train"]
-        return Forked(torchrun, [*launcher, *arguments], log)
+        return Forked(partial(torchrun, [*launcher, *arguments]), log)
 
     def config_time(self) -> int:
         """Return when the attempt wrote its config, which is when it begins to record."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import faulty_worker
+from forked import Forked
 from sync_injector import Injector
 
 # What a replica imports: 14 s of a core.
@@ -26,54 +24,6 @@ IMPORTS = (
 )
 PAIR = "pair"
 START_TIMEOUT_S = 900.0
-
-
-class Forked:
-    """A call in a fork of this process, which imports for all of them once and has run nothing.
-
-    run: returns the exit code.
-    """
-
-    def __init__(self, run: Callable[[], int], log: Path) -> None:
-        self.log = log
-        self.code: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        os.setsid()
-        with log.open("wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        code = 1
-        try:
-            code = run()
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        except BaseException:
-            # It must end here: the trials' own stack is below, with its clean-up.
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-    def poll(self) -> int | None:
-        if self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.code = os.waitstatus_to_exitcode(status)
-        return self.code
-
-    def wait(self) -> int:
-        while self.poll() is None:
-            time.sleep(0.02)
-        assert self.code is not None
-        return self.code
-
-    def stop(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
-        self.wait()
 
 
 def make_model(folder: Path) -> None:
@@ -90,6 +40,13 @@ def make_model(folder: Path) -> None:
         raise RuntimeError(made.log.read_text()[-3000:])
 
 
+def stop(replica: Forked) -> None:
+    """End a replica and wait until it is gone."""
+    if replica.poll() is None:
+        os.kill(replica.pid, signal.SIGTERM)
+    replica.wait()
+
+
 def start_replicas(model: Path, folder: Path, injector: Injector, stack: ExitStack) -> list[str]:
     """Start two replicas of one worker and PAIR of two; return their addresses in this order."""
     command = [str(injector.fault_file), str(model), "--dtype", "float32", "--device", "cpu"]
@@ -100,7 +57,7 @@ def start_replicas(model: Path, folder: Path, injector: Injector, stack: ExitSta
         arguments = [*command, "--name", name, *own]
         serve = partial(faulty_worker.serve, arguments)
         replicas[name] = Forked(serve, folder / f"{name}.log")
-        stack.callback(replicas[name].stop)
+        stack.callback(stop, replicas[name])
 
     deadline = time.monotonic() + START_TIMEOUT_S
     while len(list((folder / "registry").glob("*.json"))) < len(replicas):
