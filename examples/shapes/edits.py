@@ -7,16 +7,15 @@ Each edit changes the colour of one object and nothing else, so a scene says exa
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import cv2
 import numpy as np
 
+from examples.shapes.pictured_prompts import write_pictured_prompts
 from examples.shapes.world import (
     COLORS,
     SHAPES,
@@ -69,19 +68,12 @@ def write_edits(folder: Path) -> list[Path]:
 
     Returns the prompt files' paths. The same in every version: the seed is fixed.
     """
-    rng = np.random.default_rng(SEED)
-    for name, count in FILES.items():
-        stem = Path(name).stem
-        (folder / stem).mkdir(parents=True, exist_ok=True)
-        rows = []
-        for number in range(count):
-            instruction, scene = _sample_edit(rng)
-            image = f"{stem}/{number:03}.png"
-            cv2.imwrite(str(folder / image), draw(scene)[..., ::-1])  # OpenCV writes BGR
-            rows.append({"prompt": instruction, "image": image, SCENE: _columns(scene)})
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / name).write_text(lines, encoding="utf-8")
-    return [folder / name for name in FILES]
+
+    def rows(rng: np.random.Generator) -> tuple[np.ndarray, list[dict[str, object]]]:
+        instruction, scene = _sample_edit(rng)
+        return draw(scene), [{"prompt": instruction, SCENE: _columns(scene)}]
+
+    return write_pictured_prompts(folder, FILES, rows, seed=SEED)
 
 
 def _sample_edit(rng: np.random.Generator) -> tuple[str, Scene]:

@@ -6,13 +6,13 @@ pictures.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import cv2
 import numpy as np
 
+from examples.shapes.pictured_prompts import write_pictured_prompts
 from examples.shapes.world import COLORS, SHAPES, fill_shape
 
 SEED = 26
@@ -36,21 +36,12 @@ def write_first_frames(folder: Path) -> list[Path]:
     Each picture has a row for each of MOTIONS. Returns the prompt files' paths. The same in every
     version: the seed is fixed.
     """
-    rng = np.random.default_rng(SEED)
-    for name, count in FILES.items():
-        stem = Path(name).stem
-        (folder / stem).mkdir(parents=True, exist_ok=True)
-        rows = []
-        for number in range(count):
-            subject, pixels_HWC = _sample_frame(rng)
-            image = f"{stem}/{number:03}.png"
-            # OpenCV writes BGR
-            cv2.imwrite(str(folder / image), pixels_HWC[..., ::-1], SMALL)
-            for motion in MOTIONS:
-                rows.append({"prompt": motion.format(object=subject), "image": image})
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / name).write_text(lines, encoding="utf-8")
-    return [folder / name for name in FILES]
+
+    def rows(rng: np.random.Generator) -> tuple[np.ndarray, list[dict[str, object]]]:
+        subject, pixels_HWC = _sample_frame(rng)
+        return pixels_HWC, [{"prompt": motion.format(object=subject)} for motion in MOTIONS]
+
+    return write_pictured_prompts(folder, FILES, rows, seed=SEED, png=SMALL)
 
 
 def _sample_frame(rng: np.random.Generator) -> tuple[str, np.ndarray]:
