@@ -44,6 +44,7 @@ from megadiff.observe.device_memory import GIB, phase_key
 from megadiff.observe.metrics import format_number, read_rows
 from megadiff.planner.memory_plan import USABLE_GIB, make_plan
 from megadiff.planner.work import Machine
+from megadiff.tensors.model_files import ROOT_FILE
 from megadiff.train.components import forwards_per_sample
 from megadiff.train.rows import rows_per_group, train_sampling
 from megadiff.train.sampling import sampling_of
@@ -265,6 +266,7 @@ def _model(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[
     """
     folder = Path(config.model.path)
     has_weights = any((folder / "transformer").glob("*.safetensors"))
+    has_weights = has_weights or (folder / ROOT_FILE).is_file()
     if has_weights and not (options.layers or options.text_layers):
         return folder, {}
     command = [

@@ -3,9 +3,10 @@
     python tools/random_weights.py OUT [--model assets/qwen_image] [--layers N] \\
         [--text-layers N] [--device cuda]
 
-writes a whole pipeline folder, which replicas serve and engines train: 41 GB for Qwen-Image's 20.4
-B (and 14 GB of text encoder, unless --text-layers says otherwise), 10 GB for Wan2.2 TI2V-5B (and 11
-GB). What it draws is noise; times and memory are the real model's.
+writes a whole model folder, which replicas serve and engines train: 41 GB for Qwen-Image's 20.4 B
+(and 14 GB of text encoder, unless --text-layers says otherwise), 10 GB for Wan2.2 TI2V-5B (and 11
+GB), 28 GB for BAGEL, which has no text encoder. What it draws is noise; times and memory are the
+real model's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import diffusers
 import torch
 import transformers
 from accelerate import init_empty_weights
+from random_bagel import write_random_bagel  # beside this file
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -249,16 +251,12 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.out.exists():
         parser.error(f"{args.out} exists; name another folder")
-    if not read_index(args.model):
-        parser.error(f"{args.model} has no model_index.json; BAGEL's layout is not written")
+    sizes = {"device": args.device, "num_layers": args.layers}
     start = time.perf_counter()
-    count = write_random_pipeline(
-        args.model,
-        args.out,
-        device=args.device,
-        num_layers=args.layers,
-        text_layers=args.text_layers,
-    )
+    if read_index(args.model):
+        count = write_random_pipeline(args.model, args.out, text_layers=args.text_layers, **sizes)
+    else:
+        count = write_random_bagel(args.model, args.out, **sizes)
     print(
         json.dumps(
             {

@@ -13,12 +13,12 @@ from torch import Tensor
 from megadiff.diffusion.guidance import clamped_cfg
 from megadiff.models.adapter import Images
 from megadiff.models.bagel.attention import NUM_MARKS, BagelAttention
-from megadiff.models.bagel.networks import other_networks
 from megadiff.models.bagel.plan import PLAN
 from megadiff.models.bagel.transformer import BagelSizes, BagelTransformer
 from megadiff.models.conditioning import Conditioning
 from megadiff.models.decoding import Decoding
 from megadiff.models.image_family import ImageFamily
+from megadiff.models.other_networks import autoencoder_parameters, vision_parameters
 from megadiff.models.packing import PATCH, pad_rows, unpack
 from megadiff.models.pipeline_folder import Index
 from megadiff.models.vae import to_uint8
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 FLOW_SHIFT = 3.0  # BagelPipeline's timestep_shift for images
 # sigmas above which BagelPipeline guides, by its own default
 GUIDED_ABOVE = 0.4
+PUBLISHED_LAYERS = 27  # of the vision tower, the last of which is not used
+PATCHES_A_SIDE = 70  # default of vit_max_num_patch_per_side
 SETTINGS = ("vit_config.json", "preprocessor_config.json", "tokenizer_config.json")
 TEXT_MARKS = ("<|im_start|>", "<|im_end|>")
 IMAGE_MARKS = ("<|vision_start|>", "<|vision_end|>")
@@ -98,7 +100,19 @@ class BagelAdapter(ImageFamily):
         return {}
 
     def root_networks(self) -> dict[str, int]:
-        return other_networks(self.model_folder, self.sizes)
+        vision = read_json(self.model_folder / "vit_config.json")
+        if vision["num_hidden_layers"] == PUBLISHED_LAYERS:
+            vision["num_hidden_layers"] -= 1
+        config = read_json(self.model_folder / "config.json")
+        side = config.get("vit_max_num_patch_per_side", PATCHES_A_SIDE)
+        # two linear layers with their biases, and a table of positions
+        connector = vision["hidden_size"] + 1 + self.width + 1 + side**2
+        return {
+            # for the text that the model writes: the head and the last norm
+            "language head": (self.sizes.vocabulary + 1) * self.width,
+            "vision tower": vision_parameters(vision) + connector * self.width,
+            "autoencoder": autoencoder_parameters(),
+        }
 
     def empty_transformer(self, component: str = "transformer") -> BagelTransformer:
         with torch.device("meta"):

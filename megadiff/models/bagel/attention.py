@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from megadiff.parallel.one_rank import OneRank
 
 if TYPE_CHECKING:  # needs megatron-core, which a whole module does not
     from megadiff.models.bagel.transformer import BagelSizes
@@ -59,21 +61,6 @@ class BagelStreams:
             prompt=rotary(torch.arange(width, device=device)[None]),
             image=rotary(prompt_mask_BT.sum(dim=1)[:, None]),
         )
-
-
-class OneRank:
-    """Stand for TokenAxes where a rank has all tokens and heads."""
-
-    def enter_split(self, stream_BSC: Tensor) -> Tensor:
-        return stream_BSC
-
-    def all_tokens(
-        self, streams: Sequence[Sequence[Tensor]], lengths: Sequence[int]
-    ) -> Sequence[Sequence[Tensor]]:
-        return streams
-
-    def own_tokens(self, streams_BSHD: Sequence[Tensor]) -> list[Tensor]:
-        return [stream_BSHD.flatten(2) for stream_BSHD in streams_BSHD]
 
 
 class BagelAttention:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -159,23 +160,13 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
         return self._prefills[ids]
 
 
-class TorchBut:
-    """Stand for `torch` in a module of vllm-omni's, but for the names given."""
-
-    def __init__(self, **instead: Any) -> None:
-        vars(self).update(instead)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 def compute_in(dtype: torch.dtype, model: Path) -> None:
     """Make vllm-omni's BAGEL compute in dtype, and with an autoencoder of the model's own sizes."""
     # Its layers cast to bfloat16 by name.
-    in_float32 = TorchBut(bfloat16=torch.float32)
+    in_float32 = SimpleNamespace(**vars(torch) | {"bfloat16": torch.float32})
     bagel_transformer.torch = in_float32 if dtype == torch.float32 else torch
     # On a CPU its autocast is off, so that bfloat16 weights meet float32 latents.
-    pipeline_bagel.torch = TorchBut(autocast=_autocast)
+    pipeline_bagel.torch = SimpleNamespace(**vars(torch) | {"autocast": _autocast})
 
     sizes = read_json(model / "config.json").get("vae_config") or {}
     given = {name: sizes[name] for name in VAE_SIZES if name in sizes}

@@ -55,3 +55,13 @@ def test_a_vision_tower_counts_where_images_are_given(
                 tower += math.prod(file.get_slice(name).get_shape())
     assert seeing.others - blind.others == 2 * tower > 0
     assert seeing.encoder == blind.encoder
+
+
+def test_published_bagel_is_sized_without_weights() -> None:
+    """Its folder of shapes has no weights. SigLIP's 26 layers and FLUX.1's autoencoder are known."""
+    networks = build_adapter(Path("assets/bagel")).root_networks()
+    assert networks == {
+        "language head": 152064 * 3584 + 3584,
+        "vision tower": 437_095_328,
+        "autoencoder": 83_819_683,
+    }
