@@ -185,6 +185,8 @@ def _text_encoder(
         if num_layers:
             key = "num_layers" if "num_layers" in values else "num_hidden_layers"
             values = values | {key: num_layers}
+            if "layer_types" in values:  # newer files list each layer's attention
+                values["layer_types"] = values["layer_types"][:num_layers]
         config = stock.config_class(**values)
     return stock._from_config(config, dtype=torch.bfloat16)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from diffusers import QwenImagePipeline, WanPipeline
+from safetensors import safe_open
 
 from examples.tiny_models.wan22 import write_tiny_pipeline
 from megadiff.models.registry import build_adapter, check_model_folder
@@ -111,3 +112,53 @@ def test_a_model_that_is_given_images(tiny_folder, tmp_path, monkeypatch):
     assert torch.isfinite(texts["prompt_embeds"]).all()
     # a picture of 384² at 28² a token
     assert texts["prompt_mask"].sum() > 150
+
+
+# some names of the published files: transformers may name its modules otherwise
+PUBLISHED = {
+    ("sd35_medium", "text_encoder"): (
+        "text_model.embeddings.token_embedding.weight",
+        "text_model.encoder.layers.0.self_attn.q_proj.weight",
+        "text_projection.weight",
+    ),
+    ("sd35_medium", "text_encoder_3"): (
+        "shared.weight",
+        "encoder.block.0.layer.0.SelfAttention.q.weight",
+        "encoder.final_layer_norm.weight",
+    ),
+    ("z_image", "text_encoder"): (
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.norm.weight",
+    ),
+}
+
+
+def test_text_encoders_have_the_published_names(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend("tools")
+    import random_weights
+
+    for (family, component), names in PUBLISHED.items():
+        out = tmp_path / family
+        if not out.exists():
+            random_weights.write_random_pipeline(
+                tiny_folder(family), out, device="cpu", text_layers=1
+            )
+        with safe_open(out / component / "model.safetensors", framework="pt") as file:
+            stored = set(file.keys())
+        assert set(names) <= stored, (family, component, sorted(stored))
+
+
+def test_bagel_has_the_names_and_shapes_of_the_layout(tiny_bagel, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend("tools")
+    import random_weights
+
+    out = tmp_path / "bagel"
+    assert random_weights.main([str(out), f"--model={tiny_bagel}", "--device=cpu"]) == 0
+    check_model_folder(out)
+    for name in ("ema.safetensors", "ae.safetensors"):
+        shapes = []
+        for folder in (tiny_bagel, out):
+            with safe_open(folder / name, framework="pt") as file:
+                shapes.append({key: file.get_slice(key).get_shape() for key in file.keys()})
+        assert shapes[0] == shapes[1]
