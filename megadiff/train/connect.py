@@ -100,7 +100,7 @@ def connect(
         rank=users.dp_rank,
         num_ranks=users.dp,
         num_replicas=num_replicas(config, mesh),
-        heartbeat_s=rollout.heartbeat_s,
+        heartbeat_s=None if users.here else rollout.heartbeat_s,  # the supervisor's pulse is enough
         report=report,
     )
     stack.enter_context(fleet)
@@ -113,6 +113,7 @@ def connect(
         RegistryWatch(registry, token=token, run=run),
         announced,
         processes,
+        fleet=fleet,
         make_client=make_client,
         report=report,
     )
@@ -127,6 +128,7 @@ def _supervisor(
     announced: Mapping[str, str],
     processes: Sequence[ReplicaProcess],
     *,
+    fleet: Fleet,
     make_client: Callable[[str, str], ReplicaClient],
     report: Report,
 ) -> Supervisor:
@@ -139,6 +141,7 @@ def _supervisor(
         registry=registry,
         members=members,
         make_client=make_client,
+        fleet=fleet,
         heartbeat_s=rollout.heartbeat_s,
         start_timeout_s=rollout.start_timeout_s,
         min_replicas=min(rollout.min_replicas, num_replicas(config, mesh)),

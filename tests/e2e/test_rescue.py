@@ -23,7 +23,8 @@ from tests.e2e.servers import ENVIRONMENT
 
 FAULT = "reward.fault.type=tests.e2e.failing_step:FailingStep"
 NO_FAULT = "reward.fault.args.step=1000"
-MACHINE = ("time/", "perf/", "memory/")
+# what clock and machine decide, and which replicas live
+MACHINE = ("time/", "perf/", "memory/", "rollout/replicas")
 
 
 @pytest.fixture(scope="module")
