@@ -2,6 +2,7 @@
 nothing is left running.
 """
 
+import json
 import os
 import resource
 import shutil
