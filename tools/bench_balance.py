@@ -1,6 +1,6 @@
 """How evenly calls are shared out over replicas of unlike speed, on a clock of the tool's own.
 
-    python tools/bench_balance.py [--replicas 64] [--calls 2 4 8 16] [--spread 0.5] \\
+    python tools/bench_balance.py [--replicas 64] [--calls 2 4 8] [--spread 0.5] \\
         [--jitter 0.05] [--seeds 20]
 
 Replicas make one call at a time. Their seconds a sample are log-normal with --spread, and a call
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--replicas", type=int, default=64)
-    parser.add_argument("--calls", type=int, nargs="+", default=[2, 4, 8, 16], help="a replica")
+    parser.add_argument("--calls", type=int, nargs="+", default=[2, 4, 8], help="a replica")
     parser.add_argument("--spread", type=float, default=0.5, help="of the speeds' logarithms")
     parser.add_argument("--jitter", type=float, default=0.05, help="of a call's seconds")
     parser.add_argument("--seeds", type=int, default=20)
