@@ -66,8 +66,8 @@ def connect(
     is_colocated = users.node is not None
     registry = registry_folder(folder, users.node) if is_colocated else Path(rollout.registry)
 
-    # Every rank gets the source's token: a run may have drawn its own, which no environment holds.
     world = mesh.cpu_group
+    # Every rank gets the source's token: a run may have drawn its own, which no environment holds.
     run = read_once(lambda: run_id(config, folder), source=0, group=world, world=world)
     token = read_once(
         lambda: processes[0].token if processes else environment_token(),
@@ -115,7 +115,6 @@ def connect(
         processes,
         fleet=fleet,
         make_client=make_client,
-        report=report,
     )
     stack.enter_context(supervisor)
     return Connection(fleet=fleet, supervisor=supervisor, make_client=make_client)
@@ -130,7 +129,6 @@ def _supervisor(
     *,
     fleet: Fleet,
     make_client: Callable[[str, str], ReplicaClient],
-    report: Report,
 ) -> Supervisor:
     """Return what watches the announced replicas, name → url, from this rank."""
     rollout = config.rollout
@@ -149,7 +147,7 @@ def _supervisor(
         check=partial(check_arithmetic, config=config),
         restarts_any_time=not sleeps(config, device_type=mesh.device.type),
         releases=rollout.mode == "separate",  # colocated ones end with their run
-        report=report,
+        report=fleet.report,
     )
 
 
