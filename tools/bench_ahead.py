@@ -1,16 +1,17 @@
 """Seconds of a step with samples drawn one step ahead, beside those of a run that takes turns.
 
     python tools/bench_ahead.py [CONFIG.yaml …] [--steps 12] [--warmup 2] [--gpu] \\
-        [--trainer 0] [--replicas 1] [--out FILE.json] [key=value …]
+        [--trainer 0] [--replicas 1] [--staleness 0 1] [--out FILE.json] [key=value …]
 
-The same run twice, with train.staleness=0 and 1, on replicas that are started once: `megadiff
+The same run with each train.staleness, on replicas that are started once: `megadiff
 serve` of the same config, one for each core or GPU of --replicas. --trainer and --replicas are the
 numbers of cores to which the processes are bound, or with --gpu of GPUs; `--replicas 1,2` are two
 replicas. The default config is configs/quickstart.yaml without its evaluations, on two cores.
 
-Prints a row for each run: median seconds of the steps after --warmup, in all and by stage, and how
-many were hidden. "ideal" is the longer one of rollout and the rest of a step. With --out that is
-one JSON object as well, with hardware and versions. Exit codes: 0 done, 1 a run failed.
+Prints a row for each run: median seconds of the steps after --warmup, in all and by stage, how many
+were hidden, and a step over the longer one of rollout and train. "ideal" is the longer one of
+rollout and the rest of a step that takes turns. With --out that is one JSON object as well, with
+hardware and versions. Exit codes: 0 done, 1 a run failed.
 """
 
 from __future__ import annotations
@@ -48,19 +49,20 @@ def main(argv: list[str]) -> int:
         places = [int(place) for place in options.replicas.split(",")]
         keys = run_keys(settings, folder, num_replicas=len(places), num_steps=options.steps)
         with replicas(keys, places, folder, on_gpu=options.gpu):
-            rows = [measured(keys, staleness, folder, options) for staleness in (0, 1)]
+            rows = []
+            for staleness in options.staleness:
+                rows.append(measured(keys, staleness, folder, options))
+                table(rows[-1:], with_head=len(rows) == 1)  # at once: the next may not end in time
 
-    table(rows)
-    ratio = rows[1]["step_s"] / rows[0]["step_s"]
-    ideal_s = max(rows[0]["rollout_s"], rows[0]["step_s"] - rows[0]["rollout_s"])
-    print(
-        f"a step ahead takes {ratio:.3f} of taking turns; ideal {ideal_s / rows[0]['step_s']:.3f}"
-    )
+    compared = comparison(rows)
+    if compared:
+        print(
+            "a step ahead takes {ratio:.3f} of taking turns; ideal {ideal:.3f}".format(**compared)
+        )
     if options.out:
         record = {
             "runs": rows,
-            "ratio": ratio,
-            "ideal_s": ideal_s,
+            **compared,
             "settings": settings,
             "cpu": cpu_name(),
             "gpus": visible_gpus(),
@@ -159,13 +161,29 @@ def measured(
     # The last step of a run that draws ahead has nothing to draw.
     rows = rows[:-1]
     seconds = {f"{stage}_s": median(column(rows, f"time/{stage}_s")) or 0.0 for stage in STAGES}
-    return {"staleness": staleness, "steps": len(rows), **seconds}
+    of_longer = seconds["step_s"] / max(seconds["rollout_s"], seconds["train_s"])
+    return {"staleness": staleness, "steps": len(rows), **seconds, "of_longer": of_longer}
 
 
-def table(rows: Sequence[dict[str, float]]) -> None:
-    print(f"{'staleness':>9}", *(f"{stage:>8}" for stage in STAGES))
+def comparison(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return what a step ahead takes of taking turns, and the least it could; {} without both."""
+    by_staleness = {row["staleness"]: row for row in rows}
+    if not by_staleness.keys() >= {0, 1}:
+        return {}
+    turns = by_staleness[0]
+    ideal_s = max(turns["rollout_s"], turns["step_s"] - turns["rollout_s"])
+    return {
+        "ratio": by_staleness[1]["step_s"] / turns["step_s"],
+        "ideal": ideal_s / turns["step_s"],
+    }
+
+
+def table(rows: Sequence[dict[str, float]], *, with_head: bool) -> None:
+    if with_head:
+        print(f"{'staleness':>9}", *(f"{stage:>8}" for stage in STAGES), "step/longer")
     for row in rows:
-        print(f"{row['staleness']:>9}", *(f"{row[f'{stage}_s']:8.3f}" for stage in STAGES))
+        seconds = [f"{row[f'{stage}_s']:8.3f}" for stage in STAGES]
+        print(f"{row['staleness']:>9}", *seconds, f"{row['of_longer']:11.3f}", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -177,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", action="store_true", help="places are GPUs, not cores")
     parser.add_argument("--trainer", type=int, default=0, help="its core or GPU")
     parser.add_argument("--replicas", default="1", help="cores or GPUs, one for each replica")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1], choices=[0, 1])
     parser.add_argument("--out", type=Path)
     return parser
 

@@ -36,7 +36,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MEGADIFF_BENCH_FAULTS"
-ASIDE = ("time/", "perf/", "memory/")
+ASIDE = ("time/", "perf/", "memory/", "rollout/replicas")
 DROP = "drop"
 LATE = "late"
 KINDS = ("SIGKILL", "SIGSTOP", "SIGTERM", DROP, LATE)

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-OF_THE_MACHINE = ("time/", "perf/", "memory/")
+OF_THE_MACHINE = ("time/", "perf/", "memory/", "rollout/replicas")
 ROLLOUT = """
 run: {device: cpu}
 model: {dtype: float32}

@@ -66,8 +66,8 @@ def connect(
     is_colocated = users.node is not None
     registry = registry_folder(folder, users.node) if is_colocated else Path(rollout.registry)
 
-    # Every rank gets the source's token: a run may have drawn its own, which no environment holds.
     world = mesh.cpu_group
+    # Every rank gets the source's token: a run may have drawn its own, which no environment holds.
     run = read_once(lambda: run_id(config, folder), source=0, group=world, world=world)
     token = read_once(
         lambda: processes[0].token if processes else environment_token(),
@@ -100,7 +100,7 @@ def connect(
         rank=users.dp_rank,
         num_ranks=users.dp,
         num_replicas=num_replicas(config, mesh),
-        heartbeat_s=rollout.heartbeat_s,
+        heartbeat_s=None if users.here else rollout.heartbeat_s,  # the supervisor's pulse is enough
         report=report,
     )
     stack.enter_context(fleet)
@@ -113,8 +113,8 @@ def connect(
         RegistryWatch(registry, token=token, run=run),
         announced,
         processes,
+        fleet=fleet,
         make_client=make_client,
-        report=report,
     )
     stack.enter_context(supervisor)
     return Connection(fleet=fleet, supervisor=supervisor, make_client=make_client)
@@ -127,8 +127,8 @@ def _supervisor(
     announced: Mapping[str, str],
     processes: Sequence[ReplicaProcess],
     *,
+    fleet: Fleet,
     make_client: Callable[[str, str], ReplicaClient],
-    report: Report,
 ) -> Supervisor:
     """Return what watches the announced replicas, name → url, from this rank."""
     rollout = config.rollout
@@ -139,6 +139,7 @@ def _supervisor(
         registry=registry,
         members=members,
         make_client=make_client,
+        fleet=fleet,
         heartbeat_s=rollout.heartbeat_s,
         start_timeout_s=rollout.start_timeout_s,
         min_replicas=min(rollout.min_replicas, num_replicas(config, mesh)),
@@ -146,7 +147,7 @@ def _supervisor(
         check=partial(check_arithmetic, config=config),
         restarts_any_time=not sleeps(config, device_type=mesh.device.type),
         releases=rollout.mode == "separate",  # colocated ones end with their run
-        report=report,
+        report=fleet.report,
     )
 
 

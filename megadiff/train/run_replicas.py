@@ -20,12 +20,13 @@ from megadiff.parallel.collectives import (
     AgreedError,
     agreed,
     all_reduce_max,
+    all_reduce_sums,
     gather_json,
     read_once,
 )
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.rollout.client.report import Report, no_report
+from megadiff.rollout.client.report import Loss, Report, no_report
 from megadiff.sync.sync import WeightSync
 from megadiff.train.connect import Connection
 from megadiff.train.judges import Judges
@@ -71,7 +72,8 @@ class RunReplicas:
         self._sleeps = sleeps(config, device_type=mesh.device.type)
         self._share_gpus = config.rollout.mode == "colocated" and mesh.device.type == "cuda"
         self.version = 0  # of the last push
-        self._lives: dict[str, int] = {}  # replica → its life as the last push had it
+        self._roster_lives: dict[str, int] = {}  # replica → the life it leads
+        self._served_lives: dict[str, int] = {}  # the same, of those that took the last whole push
 
     def close(self) -> None:
         self.sync.close()
@@ -79,8 +81,8 @@ class RunReplicas:
     def bring(self, version: int, timers: Timers) -> Figures:
         """Let the replicas draw a step's samples from a version of the weights; timed.
 
-        Returns the sync's figures. Raises AgreedError when replicas refuse or differ, or too few
-        are left.
+        Returns the sync's figures, and how many replicas took the weights. Raises AgreedError when
+        replicas refuse or differ, or too few are left.
         """
         if self._supervisor:  # those that are still well have drawn the samples before
             lost = self.fleet.lost
@@ -162,11 +164,13 @@ class RunReplicas:
         """Settle who serves from now on, and bring those replicas to a version of the weights.
 
         Begins anew when one is lost meanwhile, or cannot take the weights and has just joined.
+        Where several have joined and it fails, they come one by one, so that the bad one is known.
         """
         self.version = version
         start_s = time.monotonic()
+        one_by_one = False
         while True:
-            joined = self._change_members()
+            joined = self._change_members(one_by_one=one_by_one)
             # Colocated ones were started by this run, with the command of those before.
             on_trial = joined if joined and self._users.node is None else []
             try:
@@ -176,28 +180,42 @@ class RunReplicas:
                 figures = self.sync.push(version)
                 if on_trial and self.gate:
                     self.gate(on_trial)
-                return figures
             except AgreedError as error:
                 if not self._has_lost():
                     if not on_trial or not self.gate:
                         raise
-                    self._refuse(on_trial, str(error))
-                logger.warning("the push of version %d begins anew: %s", version, error)
-                if self._users.here:
-                    lost_s = time.monotonic() - start_s
-                    self._report("push_retried", lost_s=lost_s, text=str(error))
-                self.sync.forget()
+                    if len(on_trial) == 1:
+                        self._refuse(on_trial[0], str(error))
+                    one_by_one = True
+                self._begin_anew(error, time.monotonic() - start_s)
+                continue
+            self._served_lives = self._roster_lives
+            if not (one_by_one and joined):
+                return figures | self._num_serving()
 
-    def _change_members(self) -> list[str] | None:
+    def _begin_anew(self, error: AgreedError, lost_s: float) -> None:
+        """Let the next push bring everything, and tell of it."""
+        logger.warning("the push of version %d begins anew: %s", self.version, error)
+        if self._users.here:
+            self._report("push_retried", lost_s=lost_s, text=str(error))
+        self.sync.forget()
+
+    def _num_serving(self) -> Figures:
+        """Count the replicas of all nodes that hold the weights. Collective."""
+        count = float(len(self.fleet.replicas)) if self._users.here else 0.0
+        return all_reduce_sums({"rollout/replicas": count}, self._mesh.cpu_group)
+
+    def _change_members(self, *, one_by_one: bool) -> list[str] | None:
         """Work with the replicas that serve now.
 
+        one_by_one: of new ones take the first alone.
         Returns the names of those that are new, None where nothing has changed on any node.
         """
         before = {client.url: client for client in self.fleet.replicas}
         users = self._users
-        lost: dict[str, str] = {}
-        for reasons in gather_json(self.fleet.lost, users.group):
-            lost |= reasons
+        lost: dict[str, Loss] = {}
+        for losses in gather_json(self.fleet.lost, users.group):
+            lost |= {url: Loss(*loss) for url, loss in losses.items()}
 
         roster: Mapping[str, tuple[str, int]] = read_once(
             lambda: self._supervisor.roster(lost) if self._supervisor else None,
@@ -207,10 +225,15 @@ class RunReplicas:
         )
         going_on = {}  # name → client
         for name, (url, life) in roster.items():
-            # Another life at the same address may be a process that holds other weights.
-            if url in before and url not in lost and self._lives.get(name, life) == life:
+            # Another life at the same address may be a process that holds other weights. Before
+            # the first push those that were announced are there, and hold none.
+            has_served = not self._served_lives or self._served_lives.get(name) == life
+            if url in before and url not in lost and has_served:
                 going_on[name] = before[url]
-        self._lives = {name: life for name, (_, life) in roster.items()}
+        if one_by_one:
+            new_names = [name for name in roster if name not in going_on]
+            roster = {name: roster[name] for name in roster if name not in new_names[1:]}
+        self._roster_lives = {name: life for name, (_, life) in roster.items()}
 
         is_changed = bool(lost) or not len(going_on) == len(roster) == len(before)
         changes = all_reduce_max({"changed": float(is_changed)}, self._mesh.cpu_group)
@@ -223,17 +246,13 @@ class RunReplicas:
         self.fleet.set_replicas([clients[name] for name in roster])
         return joined
 
-    def _refuse(self, joined: Sequence[str], reason: str) -> None:
-        """Leave out those that others started and that cannot serve: no newcomer ends a run.
-
-        All that came together are, as the error may be any one's.
-        """
+    def _refuse(self, name: str, reason: str) -> None:
+        """Leave out one that others started and that cannot serve: no newcomer ends a run."""
         if self._supervisor:
-            for name in joined:
-                self._supervisor.refuse(name, reason)
+            self._supervisor.refuse(name, reason)
         for client in self.fleet.replicas:
-            if client.name in joined:
-                self.fleet.lose(client, f"it cannot serve this run: {reason}")
+            if client.name == name:
+                self.fleet.lose(client, Loss(f"it cannot serve this run: {reason}"))
 
     def _has_lost(self) -> bool:
         lost = {"lost": float(bool(self.fleet.lost))}

@@ -2,6 +2,7 @@
 nothing is left running.
 """
 
+import json
 import os
 import resource
 import shutil
@@ -213,6 +214,10 @@ def test_separate_replicas_come_and_go_and_no_bit_changes(trainer, registry, sta
     before, _, after = stderr.partition("third joins at")
     assert "second is lost: it has not answered for" in before and "serves again" not in before
     assert "second serves again" in after
+
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    serving = [json.loads(line)["rollout/replicas"] for line in lines]
+    assert serving[0] == 1 and set(serving) == {1, 2}
 
     disturbed = rows_of(run)
     steps = f"train.num_steps={len(disturbed)}"

@@ -23,7 +23,8 @@ from tests.e2e.servers import ENVIRONMENT
 
 FAULT = "reward.fault.type=tests.e2e.failing_step:FailingStep"
 NO_FAULT = "reward.fault.args.step=1000"
-MACHINE = ("time/", "perf/", "memory/")
+# what clock and machine decide, and which replicas live
+MACHINE = ("time/", "perf/", "memory/", "rollout/replicas")
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +237,8 @@ def test_torchrun_starts_ranks_again_and_a_stop_ends_them(in_ranks, start):
     first_family = running.family()
     victim = next(rank for rank in first_family if rank.environ().get("RANK") == "0")
     victim.kill()
+    victim.wait(10)
+    num_rows = (running.folder / "metrics.jsonl").read_text().count("\n")
 
     # the rows are cut back to the checkpoint's when the next attempt begins
     wait_until(lambda: "resumed from" in running.log.read_text(), running)
@@ -243,6 +246,7 @@ def test_torchrun_starts_ranks_again_and_a_stop_ends_them(in_ranks, start):
     assert not alive
     resumed = int(re.findall(r"resumed from .*\(step (\d+)\)", running.log.read_text())[-1])
     assert resumed >= 2
+    assert num_rows - resumed <= 2 + 1  # checkpoint.every, and one step while it was written
     running.wait_for_rows(resumed + 2)
     family = running.family()
     (running.folder / "stop").write_text("120\n")

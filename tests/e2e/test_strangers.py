@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadiff.rollout.client import fleet
+from megadiff.rollout.client import weight_target
 from megadiff.rollout.client.client import ReplicaClient
 from tests.e2e.conftest import Result, Trainer
 from tests.e2e.pushes import folder_weights
@@ -90,7 +90,7 @@ def run(trainer: Trainer, guarded: Guarded) -> Runs:
 def prepare_run(environment: dict[str, str]) -> None:
     """In the trainer's process. It waits for another run's silence no longer than needed."""
     os.environ.update(environment)
-    fleet.OWNER_SILENT_S = fleet.GIVE_UP_S = 1.0
+    weight_target.OWNER_SILENT_S = weight_target.GIVE_UP_S = 1.0
 
 
 def test_an_impostor_in_the_registry_gets_nothing(guarded: Guarded, run: Runs) -> None:

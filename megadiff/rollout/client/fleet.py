@@ -10,29 +10,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megadiff.rollout.client.call_queue import CallQueue, ReplicaCall, calls
 from megadiff.rollout.client.client import Drawn, ReplicaClient, ReplicaError
 from megadiff.rollout.client.processes import ReplicaDied, log_tail
 from megadiff.rollout.client.pulse import Pulse
-from megadiff.rollout.client.report import Report, no_report
-from megadiff.rollout.limits import LOCKED, OWNER_SILENT_S, Limits
-from megadiff.sync.bucket import BucketBody
-from megadiff.types import LoraSpec, RolloutGroup, RolloutRequest, Sampling
+from megadiff.rollout.client.report import DIED, HUNG, Loss, Report, no_report
+from megadiff.rollout.client.weight_target import WeightTarget
+from megadiff.rollout.limits import LOCKED, Limits
+from megadiff.types import RolloutGroup, RolloutRequest, Sampling
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.2
-GIVE_UP_S = 10.0  # after an owner's silence is over
 LIMITS = Limits()
 MAX_THREADS = 2048  # they are started as calls need them
 HEARTBEAT_S = 60.0  # as rollout.heartbeat_s
 HEALTH_TRIALS = 3
 NOT_CURRENT = 409  # the status of a replica that holds other weights
+SERVER_ERRORS = 500  # and above: the replica's fault, not the request's
 # The caller's mistakes, which every replica would answer alike.
 REFUSALS = (400, 401, 404, 413)
 
@@ -48,7 +47,8 @@ class Fleet(AbstractContextManager["Fleet"]):
     batch_size: samples of one call to a replica. logs: name → log file. rank, num_ranks: of the
     Fleets that share the replicas. num_replicas: for which a step is cut into calls, whatever
     number there is at the moment; 0 takes that of the beginning. heartbeat_s: a replica that hangs
-    for so long is lost. report: told of calls that are made again.
+    in a call for so long is lost; None where a supervisor asks those in `called` for their health.
+    report: told of calls that are made again.
     lost: addresses of replicas found to be of no use since the last set_replicas() → the reason.
     """
 
@@ -59,11 +59,12 @@ class Fleet(AbstractContextManager["Fleet"]):
     rank: int = 0
     num_ranks: int = 1
     num_replicas: int = 0
-    heartbeat_s: float = HEARTBEAT_S
+    heartbeat_s: float | None = HEARTBEAT_S
     report: Report = no_report
 
     def __post_init__(self) -> None:
-        self.lost: dict[str, str] = {}
+        self.lost: dict[str, Loss] = {}
+        self._holders: set[ReplicaClient] = set()  # of weights: they have taken a whole push
         # As many as this rank would have for itself.
         self._num_replicas = max(1, (self.num_replicas or len(self.replicas)) // self.num_ranks)
         self._rates: dict[str, float] = {}  # replica → seconds a sample
@@ -72,12 +73,14 @@ class Fleet(AbstractContextManager["Fleet"]):
         self._calling_lock = threading.Lock()
         self._closed = threading.Event()
         self._watch_thread = threading.Thread(target=self._watch, name="fleet-watch", daemon=True)
-        self._watch_thread.start()
+        if self.heartbeat_s is not None:
+            self._watch_thread.start()
 
     def __exit__(self, *_: object) -> None:
         """Drop what is still in flight; the processes are stopped by who started them."""
         self._closed.set()
-        self._watch_thread.join(5.0)
+        if self._watch_thread.is_alive():
+            self._watch_thread.join(5.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
         for client in self.replicas:
             client.close()
@@ -90,6 +93,7 @@ class Fleet(AbstractContextManager["Fleet"]):
                 self._rates.pop(client.name, None)
         self.replicas = clients
         self.lost = {}
+        self._holders &= set(clients)
 
     def plan(self, requests: Sequence[RolloutRequest]) -> list[ReplicaCall]:
         """Cut requests into calls, which generate() makes.
@@ -189,7 +193,7 @@ class Fleet(AbstractContextManager["Fleet"]):
         """Give a failed call back, and the replica up where it is dead, busy or not current."""
         is_alive = error.status not in (NOT_CURRENT, LOCKED) and self._is_alive(client, error)
         if not is_alive:
-            self.lose(client, str(error))
+            self.lose(client, _loss(error))
             return
         is_answer = error.status is not None
         given_s = queue.given_s(call, client.name)
@@ -198,7 +202,7 @@ class Fleet(AbstractContextManager["Fleet"]):
         )
         self._check_poisoned(call, requests, error)
         if is_useless:
-            self.lose(client, f"it fails its calls: {error}")
+            self.lose(client, Loss(f"it fails its calls: {error}"))
             return
         self._report_retry(client, given_s, str(error))
         logger.warning("a call is made again: %s", error)
@@ -220,37 +224,41 @@ class Fleet(AbstractContextManager["Fleet"]):
     def _drop_lost(self, queue: CallQueue, requests: Sequence[RolloutRequest]) -> None:
         """Give the calls of lost replicas to others."""
         for client in self.replicas:
-            reason = self.lost.get(client.url)
-            if reason is None:
+            loss = self.lost.get(client.url)
+            if loss is None:
                 continue
             for call, given_s in queue.lose(client.name).items():
-                self._check_poisoned(call, requests, reason)
-                self._report_retry(client, given_s, reason)
+                self._check_poisoned(call, requests, loss.reason)
+                self._report_retry(client, given_s, loss.reason)
 
-    def lose(self, client: ReplicaClient, reason: str) -> None:
-        """Work without a replica until set_replicas(); what waits for its answers fails."""
+    def lose(self, client: ReplicaClient, loss: Loss) -> None:
+        """Work without a replica until set_replicas(); what waits for its answers fails at once."""
         if client.url in self.lost:
             return
-        logger.warning("%s at %s is lost: %s", client.name, client.url, reason)
-        self.lost[client.url] = reason
+        logger.warning("%s at %s is lost: %s", client.name, client.url, loss.reason)
+        self.lost[client.url] = loss
         client.close()
 
     def _watch(self) -> None:
-        """Lose replicas that hang in a call, whether it draws or takes weights, until the end.
-
-        It closes their connections, so who waits there goes on at once.
-        """
+        """Lose replicas that hang in a call, until the end."""
+        assert self.heartbeat_s is not None
         pulse = Pulse(self.heartbeat_s)
         while not self._closed.wait(POLL_S):
-            with self._calling_lock:
-                calling = [client for client, count in self._num_calling.items() if count]
-            calling = [client for client in calling if client.url not in self.lost]
-            pulse.ask(calling)
-            hung = pulse.hung(client.name for client in calling)
-            for client in calling:
-                if client.name in hung:
-                    self.lose(client, hung[client.name])
+            self.lose_hung(pulse.hung(self.called))
         pulse.close()
+
+    def lose_hung(self, hung: Mapping[str, Loss]) -> None:
+        """Lose those of the called ones that hang: address → the reason."""
+        for client in self.called:
+            if client.url in hung:
+                self.lose(client, hung[client.url])
+
+    @property
+    def called(self) -> list[ReplicaClient]:
+        """Return the replicas that are in a call, whether they draw or take weights."""
+        with self._calling_lock:
+            clients = list(self._num_calling)
+        return [client for client in clients if client.url not in self.lost]
 
     def _watched(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T:
         """Return call(client), and have the replica watched meanwhile."""
@@ -314,7 +322,8 @@ class Fleet(AbstractContextManager["Fleet"]):
 
     def weight_targets(self) -> list[WeightTarget]:
         """Return the replicas as the weight sync sees them."""
-        return [WeightTarget(self, client) for client in self.replicas]
+        add = self._holders.add
+        return [WeightTarget(client, self._call_of_push, on_commit=add) for client in self.replicas]
 
     def sleep(self) -> None:
         """Let every replica free its weights, until a push brings all of the policy's."""
@@ -342,56 +351,27 @@ class Fleet(AbstractContextManager["Fleet"]):
         except ReplicaError as error:
             if error.status is not None and not error.is_timeout:
                 raise
-            self.lose(client, str(error))
-            tail = log_tail(self.logs[client.name]) if client.name in self.logs else ""
-            text = f"{client.name} at {client.url} does not answer: {error}\n{tail}"
-            raise ReplicaDied(text) from error
+            raise self._death(client, error, "does not answer") from error
+
+    def _call_of_push(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T:
+        """Return call(client) as call() does; a replica that fails is lost as well.
+
+        It has taken a push before, so others and its own next process can take this one. Where it
+        has not, weights and replica may not fit: nobody else could do better.
+        """
+        try:
+            return self.call(client, call)
+        except ReplicaError as error:
+            assert error.status is not None
+            if error.status < SERVER_ERRORS or client not in self._holders:
+                raise
+            raise self._death(client, error, "cannot take the weights") from error
+
+    def _death(self, client: ReplicaClient, error: ReplicaError, what: str) -> ReplicaDied:
+        self.lose(client, _loss(error))
+        tail = log_tail(self.logs[client.name]) if client.name in self.logs else ""
+        return ReplicaDied(f"{client.name} at {client.url} {what}: {error}\n{tail}")
 
 
-class WeightTarget:
-    """One replica of a fleet as sync.transports.base.PushTarget.
-
-    A replica that dies in the middle of a push is reported as any other.
-    """
-
-    def __init__(self, fleet: Fleet, client: ReplicaClient) -> None:
-        self.name = client.name
-        self.url = client.url
-        self._call = partial(fleet.call, client)
-
-    def weights_places(self) -> list[dict[str, Any]]:
-        return self._call(ReplicaClient.weights_places)
-
-    def weights_begin(
-        self,
-        version: int,
-        manifest: bytes,
-        *,
-        lora: LoraSpec | None,
-        transport: Mapping[str, Any],
-    ) -> None:
-        """Open a push; waits for a replica of a run that may be gone, as one that was killed is."""
-        deadline = time.monotonic() + OWNER_SILENT_S + GIVE_UP_S
-        said = False
-
-        while True:
-            try:
-                return self._call(
-                    lambda client: client.weights_begin(
-                        version, manifest, lora=lora, transport=transport
-                    )
-                )
-            except ReplicaError as error:
-                # only an owner that is gone is worth waiting for: other refusals would come again
-                if error.status != LOCKED or time.monotonic() > deadline:
-                    raise
-                if not said:
-                    logger.warning("%s; waiting for it", error)
-                said = True
-            time.sleep(1.0)
-
-    def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None:
-        self._call(lambda client: client.weights_bucket(bucket))
-
-    def weights_commit(self, version: int, digests: Sequence[str]) -> list[dict[str, Any]]:
-        return self._call(lambda client: client.weights_commit(version, digests))
+def _loss(error: ReplicaError) -> Loss:
+    return Loss(str(error), HUNG if error.is_timeout else DIED)

@@ -76,6 +76,11 @@ class Members:
         phases = (Phase.STARTING, Phase.LOST, Phase.ENDED)
         return [member.name for member in self._in(*phases) if member.is_ours]
 
+    @property
+    def starting(self) -> list[str]:
+        """Return the replicas of ours whose processes run and are not ready yet."""
+        return [member.name for member in self._in(Phase.STARTING)]
+
     def may_join(self, name: str, url: str, now_s: float) -> bool:
         """Tell whether a healthy replica of this name and address would change the roster."""
         member = self.members.get(name)

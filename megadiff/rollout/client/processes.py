@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from megadiff.process.affinity import bind
 from megadiff.rollout.proof import check_token
 from megadiff.rollout.spec import ReplicaSpec
@@ -81,6 +83,19 @@ class ServerProcess:
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         return f"{self.name} (pid {self.process.pid}) {how}"
+
+    def stopped_pid(self) -> int:
+        """Return which process of it is stopped, as by SIGSTOP; 0 where none is, or it has ended.
+
+        Its workers are looked at as well: it waits for each of them.
+        """
+        with suppress(psutil.NoSuchProcess):
+            leader = psutil.Process(self.process.pid)
+            for process in (leader, *leader.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    if process.status() == psutil.STATUS_STOPPED:
+                        return process.pid
+        return 0
 
     def death(self) -> str:
         """Return how it ended, and the end of its log; '' while it runs."""

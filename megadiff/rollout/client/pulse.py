@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
+from megadiff.rollout.client.report import HUNG, Loss
 from megadiff.types import JsonObject
 
 MAX_QUESTIONS = 32  # at the same time
@@ -25,6 +26,7 @@ class Pulse:
         self._heartbeat_s = heartbeat_s
         self._interval_s = min(LONGEST_INTERVAL_S, heartbeat_s / 4)
         self._pool = ThreadPoolExecutor(MAX_QUESTIONS, thread_name_prefix="pulse")
+        # all by address
         self._running: dict[str, Future[JsonObject]] = {}
         self._asked_s: dict[str, float] = {}
         self._unanswered_s: dict[str, float] = {}  # when the first question was, since an answer
@@ -34,52 +36,47 @@ class Pulse:
         """Wait for nothing: what is still asked ends by its own deadline."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def ask(self, clients: Iterable[ReplicaClient]) -> None:
-        """Ask those that have not been asked for a while, and read what has been answered.
+    def hung(self, clients: Iterable[ReplicaClient]) -> dict[str, Loss]:
+        """Ask those that have not been asked for a while. Returns those that hang, by address.
 
         Others are forgotten: a replica that nobody asks is not silent.
         """
         now_s = time.monotonic()
-        clients = list(clients)
-        for name in self._asked_s.keys() - {client.name for client in clients}:
-            self.forget(name)
-        for client in clients:
-            name = client.name
-            is_due = now_s - self._asked_s.get(name, -self._interval_s) >= self._interval_s
-            if is_due and name not in self._running:
-                self._asked_s[name] = now_s
-                self._unanswered_s.setdefault(name, now_s)
-                self._running[name] = self._pool.submit(client.say_alive)
-        self._read()
-
-    def forget(self, name: str) -> None:
-        """Begin anew with a replica: another process may have its name."""
+        by_url = {client.url: client for client in clients}
         for table in (self._running, self._asked_s, self._unanswered_s, self._silent_s):
-            table.pop(name, None)
+            for url in table.keys() - by_url.keys():
+                del table[url]
+        for url, client in by_url.items():
+            is_due = now_s - self._asked_s.get(url, -self._interval_s) >= self._interval_s
+            if is_due and url not in self._running:
+                self._asked_s[url] = now_s
+                self._unanswered_s.setdefault(url, now_s)
+                self._running[url] = self._pool.submit(client.say_alive)
+        self._read()
+        return self._silent(by_url, now_s)
 
-    def hung(self, names: Iterable[str]) -> dict[str, str]:
-        """Return those of the replicas that hang, with the reason."""
-        now_s = time.monotonic()
-        reasons = {}
-        for name in names:
-            unheard_s = now_s - self._unanswered_s.get(name, now_s)
-            engine_s = self._silent_s.get(name, 0.0)
+    def _silent(self, urls: Iterable[str], now_s: float) -> dict[str, Loss]:
+        losses = {}
+        for url in urls:
+            unheard_s = now_s - self._unanswered_s.get(url, now_s)
+            engine_s = self._silent_s.get(url, 0.0)
             limit = f"rollout.heartbeat_s={self._heartbeat_s:g}"
             if unheard_s > self._heartbeat_s:
-                reasons[name] = f"it has not answered for {unheard_s:.0f} s, {limit}"
+                losses[url] = Loss(f"it has not answered for {unheard_s:.0f} s, {limit}", HUNG)
             elif engine_s > self._heartbeat_s:
-                reasons[name] = f"its engine has made no progress for {engine_s:.0f} s, {limit}"
-        return reasons
+                text = f"its engine has made no progress for {engine_s:.0f} s, {limit}"
+                losses[url] = Loss(text, HUNG)
+        return losses
 
     def _read(self) -> None:
-        for name, future in list(self._running.items()):
+        for url, future in list(self._running.items()):
             if not future.done():
                 continue
-            del self._running[name]
+            del self._running[url]
             error = future.exception()
             if error is None:
-                del self._unanswered_s[name]
+                del self._unanswered_s[url]
                 silent_s = future.result().get("engine_silent_s", 0.0)
-                self._silent_s[name] = silent_s if isinstance(silent_s, float) else 0.0
+                self._silent_s[url] = silent_s if isinstance(silent_s, float) else 0.0
             elif isinstance(error, ReplicaError) and error.status not in (None, 504):
-                del self._unanswered_s[name]  # a refusal is an answer
+                del self._unanswered_s[url]  # a refusal is an answer

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+DIED = "replica_died"
+HUNG = "replica_hung"
+
+
+class Loss(NamedTuple):
+    """Why a replica is of no more use. kind: of the event, DIED or HUNG."""
+
+    reason: str
+    kind: str = DIED
 
 
 class Report(Protocol):

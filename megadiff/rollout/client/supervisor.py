@@ -15,11 +15,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from megadiff.rollout.client.client import RELEASE_TIMEOUT_S, ReplicaClient
+from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.members import Members
 from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_end
 from megadiff.rollout.client.pulse import Pulse
 from megadiff.rollout.client.registry import PROGRESS_S, Address, RegistryWatch
-from megadiff.rollout.client.report import Report, no_report
+from megadiff.rollout.client.report import DIED, HUNG, Loss, Report, no_report
 from megadiff.types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,9 @@ class Supervisor(AbstractContextManager["Supervisor"]):
     """Watch replicas in a thread; a context manager that ends the thread and frees the replicas.
 
     members: with the announced ones ready. make_client: name, url → a client of this run.
-    processes: of the replicas that this rank starts. check: raises ValueError for an announcement
-    of a replica that does not fit the run. min_replicas: a step begins when so many serve.
+    fleet: this rank's, which learns of those that hang in its calls. processes: of the replicas
+    that this rank starts. check: raises ValueError for an announcement of a replica that does not
+    fit the run. min_replicas: a step begins when so many serve.
     restarts_any_time: False where replicas need the trainer's memory, so that they can start in
     roster() alone. releases: whether replicas outlive the run, and are told that it is over.
     """
@@ -44,6 +46,7 @@ class Supervisor(AbstractContextManager["Supervisor"]):
     heartbeat_s: float
     start_timeout_s: float
     min_replicas: int
+    fleet: Fleet | None = None
     processes: Mapping[str, ReplicaProcess] = field(default_factory=dict)
     check: Callable[[JsonObject], None] = lambda announcement: None
     restarts_any_time: bool = True
@@ -54,6 +57,7 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         self._pulse = Pulse(self.heartbeat_s)
         self._clients: dict[str, ReplicaClient] = {}
         self._processes_seen: dict[Address, object] = {}  # what tells a process from the next
+        self._stopped_s: dict[str, float] = {}  # replicas that are stopped → since when
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._sync_clients()
@@ -70,18 +74,19 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         for client in self._clients.values():
             client.close()
 
-    def roster(self, lost: Mapping[str, str]) -> dict[str, tuple[str, int]]:
+    def roster(self, lost: Mapping[str, Loss]) -> dict[str, tuple[str, int]]:
         """Return the replicas to serve the next push: name → address, and which life it leads.
 
-        lost: addresses that ranks found to be of no use → the reason. Waits until min_replicas
-        serve, and until those have started that can do so here alone.
+        lost: addresses that ranks found to be of no use. Waits until min_replicas serve, and until
+        those have started that can do so here alone.
         Raises ReplicaDied, with the ends of their logs, when that cannot be any more.
         """
         with self._lock:
             for name, url in self.members.roster.items():
                 if url in lost:
                     # Why it broke is of more use than that its connection did.
-                    self._lose(name, self._ending(name) or lost[url])
+                    ending = self._ending(name) if lost[url].kind == DIED else ""
+                    self._lose(name, Loss(ending) if ending else lost[url])
         start_s = time.monotonic()
         said_s = start_s
 
@@ -138,14 +143,13 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         for name, process in self.processes.items():
             ending = process.ending()
             if ending:
-                self._lose(name, ending)
+                self._lose(name, Loss(ending))
 
-        self._pulse.ask(self._clients.values())
-        for name, reason in self._pulse.hung(self.members.roster).items():
-            self._lose(name, reason, kind="replica_hung")
+        self._lose_hung()
+        self._lose_stopped(now_s)
         for name in self.members.overdue(now_s, start_timeout_s=self.start_timeout_s):
             timeout = f"rollout.start_timeout_s={self.start_timeout_s:g}"
-            self._lose(name, f"it was not ready within {timeout}")
+            self._lose(name, Loss(f"it was not ready within {timeout}", HUNG))
 
         for name in self.members.lost():
             # Before its place is taken: a stopped one that woke up would serve an old policy.
@@ -154,6 +158,35 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         if may_start:
             self._start_due()
         self._look()
+
+    def _lose_hung(self) -> None:
+        """Lose those that hang: of the roster, and of the fleet's calls.
+
+        One that has left the roster may have a last call.
+        """
+        called = self.fleet.called if self.fleet else []
+        asked = {client.url: client for client in [*called, *self._clients.values()]}
+        hung = self._pulse.hung(asked.values())
+        for name, url in self.members.roster.items():
+            if url in hung:
+                self._lose(name, hung[url])
+        if self.fleet:
+            self.fleet.lose_hung(hung)
+
+    def _lose_stopped(self, now_s: float) -> None:
+        """Lose replicas that were stopped while they start: they have no /health to be silent."""
+        before_s = self._stopped_s
+        self._stopped_s = {}
+        for name in self.members.starting:
+            pid = self.processes[name].stopped_pid()
+            if not pid:
+                continue
+            self._stopped_s[name] = before_s.get(name, now_s)
+            stopped_s = now_s - self._stopped_s[name]
+            if stopped_s > self.heartbeat_s:
+                limit = f"rollout.heartbeat_s={self.heartbeat_s:g}"
+                text = f"its process {pid} has been stopped for {stopped_s:.0f} s, {limit}"
+                self._lose(name, Loss(text, HUNG))
 
     def _start_due(self) -> None:
         for name in self.members.due(time.monotonic()):
@@ -206,10 +239,11 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         }
         for address, process in seen.items():
             if self._processes_seen.get(address, process) != process:
-                self._lose(address.name, "another process has begun in its place")
+                self._lose(address.name, Loss("another process has begun in its place"))
         self._processes_seen = seen
 
-    def _lose(self, name: str, reason: str, *, kind: str = "replica_died") -> None:
+    def _lose(self, name: str, loss: Loss) -> None:
+        reason, kind = loss
         if not self.members.lose(name, reason, time.monotonic()):
             return
         left = name not in self.processes and not self.registry.is_announced(name)
@@ -232,7 +266,6 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         roster = self.members.roster
         for name, client in list(self._clients.items()):
             if roster.get(name) != client.url:
-                self._pulse.forget(name)
                 client.close()
                 del self._clients[name]
         for name in roster.keys() - self._clients.keys():

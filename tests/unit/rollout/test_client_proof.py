@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from httpcore import ConnectionPool
 
-from megadiff.rollout.client import fleet as fleet_module
+from megadiff.rollout.client import weight_target
 from megadiff.rollout.client.client import NotProven, ReplicaClient, ReplicaError
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.members import Members
@@ -268,8 +268,8 @@ def test_a_run_says_that_it_lives_while_it_sends_nothing():
 
 def test_a_push_waits_for_a_replica_whose_run_may_be_gone(monkeypatch, caplog):
     """A run that was killed gives nothing back; its replicas are free when it was silent."""
-    monkeypatch.setattr(fleet_module, "OWNER_SILENT_S", 0.5)
-    monkeypatch.setattr(fleet_module, "GIVE_UP_S", 1.0)
+    monkeypatch.setattr(weight_target, "OWNER_SILENT_S", 0.5)
+    monkeypatch.setattr(weight_target, "GIVE_UP_S", 1.0)
     statuses = [423, 200, *[423] * 100]
 
     def answer(handler, body):

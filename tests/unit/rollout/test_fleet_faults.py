@@ -14,6 +14,7 @@ from megadiff.rollout.client.client import Drawn, ReplicaClient, ReplicaError
 from megadiff.rollout.client.fleet import CallFailed, Fleet
 from megadiff.rollout.client.processes import ReplicaDied
 from megadiff.rollout.client.pulse import Pulse
+from megadiff.rollout.client.report import HUNG, Loss
 from megadiff.types import RolloutRequest
 from tests.unit.rollout.test_fleet import make_request
 
@@ -140,7 +141,9 @@ def test_all_replicas_lost_in_mid_step_and_others_finish_it() -> None:
         calls = fleet.plan(REQUESTS)
         first = dict(fleet.generate(REQUESTS, calls))
         # The second answer may come after the failure of the call behind it.
-        assert len(first) in (1, 2) and fleet.lost == {"http://a": "a answered 504: gone"}
+        assert len(first) in (1, 2) and fleet.lost == {
+            "http://a": Loss("a answered 504: gone", HUNG)
+        }
         later = FakeReplica("a")
         fleet.set_replicas([later])
         rest = dict(fleet.generate(REQUESTS, calls))
@@ -153,7 +156,8 @@ def test_a_stopped_replica_is_lost_after_its_heartbeat() -> None:
     began = time.monotonic()
     with fleet_of(stopped, FakeReplica("b"), heartbeat_s=1.0) as fleet:
         assert len(dict(fleet.generate(REQUESTS))) == 6
-        assert fleet.lost == {"http://a": "it has not answered for 1 s, rollout.heartbeat_s=1"}
+        reason = "it has not answered for 1 s, rollout.heartbeat_s=1"
+        assert fleet.lost == {"http://a": Loss(reason, HUNG)}
     assert time.monotonic() - began < 10
 
 
@@ -167,6 +171,29 @@ def test_one_that_hangs_or_is_late_in_a_push_is_lost_too(is_late) -> None:
         with pytest.raises(ReplicaDied, match="a at http://a does not answer"):
             fleet.call(replica, call)
         assert set(fleet.lost) == {"http://a"}
+
+
+@pytest.mark.parametrize("has_served", [True, False])
+def test_one_that_fails_in_a_push_is_lost_where_it_has_taken_one_before(has_served) -> None:
+    """Another process in its place can take this one. A first push may fit nobody: no retry."""
+    replica = FakeReplica("a")
+    replica.weights_commit = lambda version, digests: [{"digest": "d"}]
+    replica.weights_bucket = lambda bucket: fail(500, "no space left on device")(replica, [])
+    with fleet_of(replica, heartbeat_s=5.0) as fleet:
+        (target,) = fleet.weight_targets()
+        if has_served:
+            target.weights_commit(1, ["d"])
+        (target,) = fleet.weight_targets()  # of a sync that was built anew
+        error = ReplicaDied if has_served else ReplicaError
+        with pytest.raises(error, match="a answered 500: no space left on device"):
+            target.weights_bucket({})
+        assert set(fleet.lost) == ({"http://a"} if has_served else set())
+
+        replica.weights_bucket = lambda bucket: fail(409, "version 3")(replica, [])
+        fleet.set_replicas([replica])
+        with pytest.raises(ReplicaError, match="a answered 409"):  # a mistake of the trainer's
+            target.weights_bucket({})
+        assert fleet.lost == {}
 
 
 def test_a_long_update_is_no_silence_of_the_replicas() -> None:
@@ -190,28 +217,31 @@ def test_a_silence_begins_with_a_question() -> None:
     def ask_for(seconds: float) -> dict[str, str]:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            pulse.ask([replica])
+            hung = pulse.hung([replica])
             time.sleep(0.02)
-        return pulse.hung(["a"])
+        assert all(loss.kind == HUNG for loss in hung.values())
+        return {url: loss.reason for url, loss in hung.items()}
 
     assert ask_for(0.3) == {}
     time.sleep(0.6)
     assert ask_for(0.1) == {}
 
     replica.say_alive = lambda: {"engine_silent_s": 7.0}
-    assert "its engine has made no progress for 7 s" in ask_for(0.3)["a"]
+    assert "its engine has made no progress for 7 s" in ask_for(0.3)["http://a"]
 
     replica.say_alive = lambda: fail(401, "another token")(replica, [])
-    pulse.ask([])
+    pulse.hung([])
     assert ask_for(0.6) == {}
 
     replica.say_alive = lambda: fail(None, "refused")(replica, [])
-    assert "it has not answered for" in ask_for(0.7)["a"]
-    pulse.ask([])  # asked no more
-    assert pulse.hung(["a"]) == {}
+    assert "it has not answered for" in ask_for(0.7)["http://a"]
+    assert pulse.hung([]) == {}  # asked no more
+    assert ask_for(0.1) == {}
     pulse.close()
 
 
 def test_fakes_have_the_clients_methods() -> None:
+    for name in ("weights_commit", "weights_bucket"):
+        assert callable(getattr(ReplicaClient, name))
     for name in ("draw", "health", "say_alive", "trim", "close"):
         assert callable(getattr(ReplicaClient, name)) and callable(getattr(FakeReplica, name))

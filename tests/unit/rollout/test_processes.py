@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megadiff.rollout.client import processes
@@ -115,3 +117,26 @@ def test_a_replica_on_gpus_is_bound_beside_them_and_another_is_not(tmp_path, mon
         if gpus:
             on_gpus = process.process.pid
     assert bound == [(on_gpus, [2, 3])]
+
+
+def test_a_process_that_is_stopped_is_named_also_a_worker(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '60'])"]
+    process = processes.ServerProcess("r", command, log=tmp_path / "r.log", environment=os.environ)
+    try:
+        leader = psutil.Process(process.process.pid)
+        deadline = time.monotonic() + 10
+        while not leader.children():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        (worker,) = leader.children()
+        assert process.stopped_pid() == 0
+        for stopped in (worker, leader):
+            stopped.suspend()
+            while process.stopped_pid() != stopped.pid:
+                assert time.monotonic() < deadline
+            stopped.resume()
+            while process.stopped_pid():
+                assert time.monotonic() < deadline
+    finally:
+        process.kill()
+    assert process.stopped_pid() == 0 and process.ending()

@@ -16,9 +16,11 @@ import pytest
 from megadiff.rollout.client import members as members_module
 from megadiff.rollout.client import supervisor as supervisor_module
 from megadiff.rollout.client.client import ReplicaClient
+from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.members import Members
 from megadiff.rollout.client.processes import ReplicaDied
 from megadiff.rollout.client.registry import RegistryWatch
+from megadiff.rollout.client.report import HUNG, Loss
 from megadiff.rollout.client.supervisor import Supervisor
 from megadiff.rollout.limits import RUN_HEADER
 from megadiff.rollout.server.server import announced
@@ -34,7 +36,8 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 class Peer:
     """A replica's /health, announced, with a process that is none.
 
-    is_silent: it answers nothing, as when it is stopped. deeds: what was done with its process.
+    is_silent: it answers nothing, as when it is stopped. is_stopped: what its process is said to
+    be. num_questions: that it got. deeds: what was done with its process.
     """
 
     def __init__(self, registry: Path, name: str, *, health: Mapping[str, Any] = {}) -> None:
@@ -42,6 +45,8 @@ class Peer:
         self.log = registry / f"{name}.log"
         self.is_silent = False
         self.is_taken_by = ""
+        self.is_stopped = False
+        self.num_questions = 0
         self.deeds: list[str] = []
         self.on_start: Callable[[], object] = lambda: None
         self._death = ""
@@ -75,8 +80,12 @@ class Peer:
     def ending(self) -> str:
         return self._death
 
+    def stopped_pid(self) -> int:
+        return 7 if self.is_stopped else 0
+
     def kill(self) -> None:
         self.deeds.append("kill")
+        self.is_stopped = False
 
     def start(self) -> None:
         self.deeds.append("start")
@@ -85,6 +94,7 @@ class Peer:
         self.on_start()
 
     def _answer(self, handler: Any, _: bytes) -> None:
+        self.num_questions += 1
         if self.is_silent:
             time.sleep(2.5)
         run = handler.headers.get(RUN_HEADER)
@@ -194,6 +204,73 @@ def test_a_stopped_replica_is_ended_for_good_before_its_place_is_taken(tmp_path,
     assert "rollout.heartbeat_s=0.5" in caplog.text
 
 
+def test_one_that_is_stopped_while_it_starts_is_ended_after_its_heartbeat(tmp_path) -> None:
+    """And not after rollout.start_timeout_s, which is minutes for a large model."""
+    with peers(tmp_path, "r") as (peer,):
+        peer.on_start = lambda: setattr(peer, "is_stopped", len(peer.deeds) == 2)
+        with supervised(tmp_path, peer, ours=True, heartbeat_s=0.5) as (supervisor, events):
+            peer.die()
+            wait_for(lambda: peer.deeds == ["kill", "start"] * 2)
+            assert "has been stopped for" in supervisor.members.members["r"].reason
+            peer.serve()
+            assert supervisor.roster({})["r"] == (peer.url, 2)
+    starts = [kind for kind in events if kind != "waited_for_replicas"]
+    hung = ["replica_hung r", "replica_restarted r", "replica_joined r"]
+    assert starts == ["replica_died r", "replica_restarted r", *hung]
+
+
+def test_one_watch_ends_a_hang_for_the_run_and_for_the_calls_that_wait(tmp_path) -> None:
+    """It is asked once an interval, whoever calls it; who hangs first is told as hung."""
+    with peers(tmp_path, "r") as (peer,):
+        client = ReplicaClient(peer.url, "r", run="mine", timeout_s=60.0)
+        with Fleet([client], batch_size=1, heartbeat_s=None) as fleet:
+            options = {"ours": True, "fleet": fleet, "heartbeat_s": 0.8}
+            with supervised(tmp_path, peer, **options) as (supervisor, events):
+                peer.is_silent = True
+                began_s = time.monotonic()
+                with pytest.raises(ReplicaDied, match="r at http.* does not answer"):
+                    fleet.call(client, ReplicaClient.trim)
+                assert time.monotonic() - began_s < 10
+                assert fleet.lost[peer.url].kind == "replica_hung"
+                assert "rollout.heartbeat_s=0.8" in fleet.lost[peer.url].reason
+                wait_for(lambda: "start" in peer.deeds)
+                assert list(supervisor.roster(fleet.lost)) == ["r"]
+        assert events[:3] == ["replica_hung r", "replica_restarted r", "replica_joined r"]
+
+
+def test_a_called_replica_gets_no_second_pulse(tmp_path) -> None:
+    with peers(tmp_path, "r") as (peer,):
+        client = ReplicaClient(peer.url, "r", run="mine")
+        with Fleet([client], batch_size=1, heartbeat_s=None) as fleet:
+            with supervised(tmp_path, peer, fleet=fleet, heartbeat_s=4.0):  # asked once a second
+                wait_for(lambda: peer.num_questions)
+                fleet.call(client, lambda client: time.sleep(1.5))
+                assert peer.num_questions <= 3
+
+
+def test_one_that_left_the_roster_is_watched_in_its_last_call(tmp_path) -> None:
+    """After SIGTERM it finishes what it has, and may hang in it."""
+    with peers(tmp_path, "r", "other") as (peer, other):
+        client = ReplicaClient(peer.url, "r", run="mine", timeout_s=60.0)
+        with Fleet([client], batch_size=1, heartbeat_s=None) as fleet:
+            options = {"fleet": fleet, "heartbeat_s": 0.8}
+            with supervised(tmp_path, peer, other, **options) as (supervisor, _):
+                peer.withdraw()
+                wait_for(lambda: list(supervisor.members.roster) == ["other"])
+                peer.is_silent = True
+                with pytest.raises(ReplicaDied):
+                    fleet.call(client, ReplicaClient.trim)
+                assert fleet.lost[peer.url].kind == "replica_hung"
+
+
+def test_what_another_rank_found_keeps_its_kind(tmp_path) -> None:
+    with peers(tmp_path, "a", "b", "c") as (first, second, third):
+        with supervised(tmp_path, first, second, third) as (supervisor, events):
+            lost = {first.url: Loss("it has not answered", HUNG), second.url: Loss("it broke")}
+            supervisor.roster(lost)
+    assert events[:2] == ["replica_hung a", "replica_died b"]
+
+
 def test_others_join_and_leave_while_the_run_goes_on(tmp_path, caplog) -> None:
     caplog.set_level(logging.INFO)
     with peers(tmp_path, "a", "b") as (first, second):
@@ -262,6 +339,6 @@ def test_another_process_at_the_same_address_leads_another_life(tmp_path, caplog
 def test_what_a_rank_found_to_be_of_no_use_comes_back_with_another_life(tmp_path) -> None:
     with peers(tmp_path, "a", "b") as (first, second):
         with supervised(tmp_path, first, second) as (supervisor, _):
-            assert list(supervisor.roster({first.url: "it fails its calls"})) == ["b"]
+            assert list(supervisor.roster({first.url: Loss("it fails its calls")})) == ["b"]
             wait_for(lambda: supervisor.roster({}).get("a") == (first.url, 2))
             assert supervisor.roster({})["b"] == (second.url, 1)

@@ -12,6 +12,7 @@ from megadiff.config.schema import Config
 from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import AgreedError
 from megadiff.rollout.client.processes import ReplicaDied
+from megadiff.rollout.client.report import Loss
 from megadiff.train.connect import Connection
 from megadiff.train.judges import Judges
 from megadiff.train.run_replicas import RunReplicas
@@ -29,15 +30,15 @@ class FakeFleet:
 
     def __init__(self, *clients: Client) -> None:
         self.replicas = list(clients)
-        self.lost: dict[str, str] = {}
+        self.lost: dict[str, Loss] = {}
         self.calls: list[str] = []
 
     def set_replicas(self, clients: list[Client]) -> None:
         self.replicas = list(clients)
         self.lost = {}
 
-    def lose(self, client: Client, reason: str) -> None:
-        self.lost[client.url] = reason
+    def lose(self, client: Client, loss: Loss) -> None:
+        self.lost[client.url] = loss
 
     def sleep(self) -> None:
         self.calls.append("sleep")
@@ -51,12 +52,12 @@ class FakeSupervisor:
 
     def __init__(self, roster: Mapping[str, tuple[str, int]]) -> None:
         self.serving = dict(roster)
-        self.lost: list[dict[str, str]] = []
+        self.lost: list[dict[str, Loss]] = []
         self.refused: list[str] = []
         self.well: list[dict[str, str]] = []
         self.on_ask: Callable[[], object] = lambda: None
 
-    def roster(self, lost: dict[str, str]) -> dict[str, tuple[str, int]]:
+    def roster(self, lost: dict[str, Loss]) -> dict[str, tuple[str, int]]:
         self.lost.append(lost)
         self.on_ask()
         if not self.serving:
@@ -119,12 +120,13 @@ class Parts:
     def lose(self, name: str, *, until: tuple[str, int] | None) -> None:
         """Lose a replica, which serves again with this address and life, or never."""
         url, _ = self.supervisor.serving.pop(name)
-        self.fleet.lose(Client(name, url), "it died")
+        self.fleet.lose(Client(name, url), DEATH)
         if until:
             self.supervisor.serving[name] = until
 
 
 BOTH = ["http://a", "http://b"]
+DEATH = Loss("it died")
 
 
 @pytest.mark.parametrize("sleep", ["always", "never"])
@@ -134,7 +136,7 @@ def test_a_step_brings_its_version_and_replicas_sleep_where_that_is_asked_for(
     parts = Parts()
     parts.replicas._sleeps = sleep == "always"
     timers = Timers()
-    assert parts.replicas.bring(3, timers) == {"sync/gib": 1.0}
+    assert parts.replicas.bring(3, timers) == {"sync/gib": 1.0, "rollout/replicas": 2.0}
     assert parts.pushes == [(3, BOTH)] and parts.replicas.version == 3
     assert timers.pop().keys() == {"time/room_s", "time/sync_s"}
     assert parts.fleet.calls == ["sampled policy"]
@@ -176,7 +178,7 @@ def test_a_push_that_loses_a_replica_begins_anew_with_those_that_serve() -> None
     parts.replicas.wake(5)
     assert parts.pushes == [(5, BOTH), (5, ["http://a", "http://b2"]), (5, ["http://b2"])]
     assert parts.events == ["push_retried"] * 2
-    assert parts.supervisor.lost == [{}, {"http://b": "it died"}, {"http://a": "it died"}]
+    assert parts.supervisor.lost == [{}, {"http://b": DEATH}, {"http://a": DEATH}]
 
 
 def test_a_push_that_fails_otherwise_ends_the_run() -> None:
@@ -287,6 +289,43 @@ def test_a_newcomer_that_cannot_take_the_weights_ends_no_run() -> None:
     parts.replicas.wake(2)
     assert parts.pushes[-1] == (2, BOTH)
     assert parts.supervisor.refused == ["odd: odd holds other tensors than were sent"]
+
+
+def test_of_newcomers_that_come_together_the_bad_one_alone_is_refused() -> None:
+    """Whether a push or the gate finds it, and wherever its name stands in the order."""
+    for bad, finder in (("c", "gate"), ("d", "push"), ("e", "gate")):
+        parts = Parts()
+        parts.replicas.wake(1)
+
+        def check(names: list[str], bad=bad) -> None:
+            if bad in names:
+                raise AgreedError("some replica computes otherwise")
+
+        parts.replicas.gate = check if finder == "gate" else lambda names: None
+        if finder == "push":
+            parts.on_push = lambda parts=parts, check=check: check(
+                [client.name for client in parts.fleet.replicas]
+            )
+        for name in "cde":
+            parts.supervisor.serving[name] = (f"http://{name}", 1)
+        assert parts.replicas.bring(2, Timers())["rollout/replicas"] == 4.0
+        assert parts.supervisor.refused == [f"{bad}: some replica computes otherwise"]
+        well = [*BOTH, *(f"http://{name}" for name in "cde" if name != bad)]
+        assert parts.pushes[-1] == (2, well)
+        parts.replicas.wake(3)
+        assert parts.pushes[-1] == (3, well)
+
+
+def test_a_newcomer_passes_the_gate_also_where_its_first_push_lost_another() -> None:
+    parts = Parts()
+    parts.replicas.wake(1)
+    admitted = []
+    parts.replicas.gate = lambda names: admitted.append(list(names))
+    parts.supervisor.serving["c"] = ("http://c", 1)
+    losses = [lambda: parts.lose("b", until=None)]
+    parts.on_push = lambda: losses.pop()() if losses else None
+    parts.replicas.wake(2)
+    assert parts.pushes[-1] == (2, ["http://a", "http://c"]) and admitted == [["c"]]
 
 
 def test_a_check_is_made_again_where_it_failed_by_a_lost_replica() -> None:
