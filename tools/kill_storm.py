@@ -38,6 +38,7 @@ from forked import Forked
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MEGADIFF_KILL_STORM"
 LEFT_S = 5.0  # for replicas to end with their run
+ABSENT_S = 8.0  # a run without replicas waits so long; the storm has just killed the only one
 CONFIG = """
 run: {device: cpu}
 model: {dtype: float32}
@@ -149,8 +150,7 @@ class Storm:
         ]
         if start != "colocated":
             arguments += ["rollout.mode=separate", f"rollout.registry={self.registry}"]
-            # A run waits for replicas. Where this one has just been killed, none will come.
-            arguments += [f"rollout.start_timeout_s={self.limit_s / 2}"]
+            arguments += [f"rollout.start_timeout_s={ABSENT_S}"]
         if start != "torchrun":
             return Forked(partial(train, arguments), log)
         launcher = ["--standalone", "--nproc-per-node", "2", "-m", "megadiff.cli.train"]

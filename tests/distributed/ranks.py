@@ -7,8 +7,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.multiprocessing
 
-from megadiff.cli.console import show_crashes
+from megadiff.cli.console import leave, show_crashes
 
 PORTS = range(
     20_000, 32_000
@@ -97,6 +97,62 @@ class Done:
     stderr: str
 
 
+class Command:
+    """A process in `folder` whose way out is `leave(main(arguments))`, without the 4 to 8 s of its
+    imports, and with what tests use of subprocess.Popen.
+
+    out, err: files for what it writes. environment: all of it. prepare: called in it first. main
+    and prepare: of a module.
+    """
+
+    def __init__(
+        self,
+        main: Callable[[list[str]], int],
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        environment: Mapping[str, str],
+        out: Path,
+        err: Path,
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
+        _prepare_server()
+        self.arguments = list(arguments)
+        self.err = err
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=_command_main,
+            args=(main, self.arguments, folder, dict(environment), prepare, out, err),
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float) -> int:
+        """Return its exit code. Raises TimeoutError, after it was killed, when it hangs."""
+        self._process.join(timeout_s)
+        code = self._process.exitcode
+        if code is None:
+            self.kill()
+            self._process.join()
+            written = self.err.read_text("utf-8")[-3000:]
+            raise TimeoutError(f"{self.arguments} did not end within {timeout_s} s:\n{written}")
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 def run_command(
     main: Callable[[list[str]], int],
     arguments: Sequence[str],
@@ -106,29 +162,20 @@ def run_command(
     prepare: Callable[[], object] | None = None,
     timeout_s: float = 300.0,
 ) -> Done:
-    """What a process in `folder` does whose way out is `leave(main(arguments))`, without the 4 to 8
-    s of its imports.
-
-    prepare: called in it first. main and prepare: of a module. Raises TimeoutError when it hangs.
-    """
-    _prepare_server()
+    """Return what a Command leaves. Raises TimeoutError when it hangs."""
     with tempfile.TemporaryDirectory() as written:
         out, err = Path(written, "out"), Path(written, "err")
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_command_main,
-            args=(main, list(arguments), folder, dict(environment), prepare, out, err),
+        process = Command(
+            main,
+            arguments,
+            folder=folder,
+            environment=environment,
+            prepare=prepare,
+            out=out,
+            err=err,
         )
-        process.start()
-        process.join(timeout_s)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise TimeoutError(
-                f"{arguments} did not end within {timeout_s} s:\n{err.read_text()[-3000:]}"
-            )
-        return Done(
-            code=process.exitcode, stdout=out.read_text("utf-8"), stderr=err.read_text("utf-8")
-        )
+        code = process.wait(timeout_s)
+        return Done(code=code, stdout=out.read_text("utf-8"), stderr=err.read_text("utf-8"))
 
 
 def _command_main(
@@ -148,10 +195,7 @@ def _command_main(
     torch.set_num_threads(1)
     if prepare is not None:
         prepare()
-    code = main(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(main(arguments))
 
 
 def _prepare_server() -> None:

@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import time
 from functools import partial
 
@@ -16,10 +15,10 @@ import pytest
 
 from megadiff.checkpoint.checkpoints import whole_looking
 from megadiff.cli.train import main
+from tests.distributed.ranks import Command
 from tests.e2e.asking import by_file
-from tests.e2e.conftest import ENVIRONMENT
 from tests.e2e.servers import fork_replica
-from tests.e2e.test_rescue import give_replicas_back, rows_of
+from tests.e2e.test_rescue import forked_trainer, give_replicas_back, rows_of
 from tests.e2e.test_stop import EX_TEMPFAIL
 
 LONG_PROMPT = "a red " + "very " * 399 + "x"  # 2002 characters
@@ -154,8 +153,8 @@ def test_a_replica_that_dies_again_and_again_ends_the_run_which_is_saved(trainer
     _wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
     (replica,) = _replicas(process.pid)
     replica.kill()
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.wait(60) == 1
+    stderr = process.err.read_text()
     assert (
         f"replica_0 (pid {replica.pid}) was killed by SIGKILL" in stderr and "the end of" in stderr
     )
@@ -206,10 +205,11 @@ def test_separate_replicas_come_and_go_and_no_bit_changes(trainer, registry, sta
         _wait_for(lambda: (run / "events.jsonl").read_text().count('"replica": "second"') > 2)
         goes_on()
         by_file(run)
-        _, stderr = process.communicate(timeout=60)
+        process.wait(60)
     finally:
         for server in servers:
             server.kill()
+    stderr = process.err.read_text()
     assert process.returncode == EX_TEMPFAIL, stderr
     before, _, after = stderr.partition("third joins at")
     assert "second is lost: it has not answered for" in before and "serves again" not in before
@@ -233,8 +233,7 @@ def test_no_orphan_is_left(trainer, start, how, num_replicas):
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(_replicas(process.pid)) == num_replicas
     process.send_signal(how)
-    process.wait(30)
-    assert process.returncode == (143 if how == signal.SIGTERM else -signal.SIGKILL)
+    assert process.wait(30) == (143 if how == signal.SIGTERM else -signal.SIGKILL)
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive
 
@@ -244,23 +243,15 @@ def start(trainer, registry):
     """Starts trainers in the background; what the test leaves running is killed."""
     started = []
 
-    def start_one(*overrides) -> subprocess.Popen:
-        started.append(
-            subprocess.Popen(
-                trainer.command(*overrides),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=ENVIRONMENT,
-                cwd=trainer.folder,
-            )
-        )
+    def start_one(*overrides) -> Command:
+        command = trainer.command(*overrides)
+        started.append(forked_trainer(command, trainer.folder, trainer.folder / "stderr.txt"))
         return started[-1]
 
     yield start_one
     for process in started:
         process.kill()
-        process.wait()
+        process.wait(30)
         give_replicas_back(registry)
 
 

@@ -22,8 +22,9 @@ from megadiff.checkpoint.checkpoints import whole_looking
 from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.base import RewardContext, RewardSample, build_reward
 from megadiff.types import Prompt
+from tests.distributed.ranks import Command
 from tests.e2e.conftest import ENVIRONMENT, Trainer
-from tests.e2e.test_rescue import give_replicas_back
+from tests.e2e.test_rescue import forked_trainer, give_replicas_back
 from tests.tiny_clip import random_state, write_transformers
 from tests.tiny_llava import write_tiny_llava
 
@@ -35,7 +36,7 @@ START_S = 240
 class JudgedRun:
     """A trainer in the background."""
 
-    process: subprocess.Popen
+    process: Command
     folder: Path
     stderr: Path
 
@@ -94,10 +95,7 @@ def start(tmp_path_factory, tiny_model, registry) -> Iterator[Callable[..., Judg
             name=name,
         )
         stderr = folder / f"{name}.stderr"
-        with stderr.open("wb") as stream:
-            process = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=stream, env=ENVIRONMENT, cwd=folder
-            )
+        process = forked_trainer(command, folder, stderr)
         runs.append(JudgedRun(process=process, folder=folder / name, stderr=stderr))
         return runs[-1]
 

@@ -1,5 +1,5 @@
-"""The Megatron engine behind the same command: every layout gives the VeOmni engine's run, and
-resumes into another.
+"""The Megatron engine behind the same command: it gives the VeOmni engine's run, and resumes into
+another layout. Gradients of more layouts are compared in tests/distributed.
 """
 
 import pytest
@@ -8,9 +8,7 @@ MEGATRON = "engine.backend=megatron"
 LAYOUTS = {  # number of processes, overrides; sequence parallelism is on unless it is switched off
     "tp1": (1, []),
     "tp2_whole_tokens": (2, ["parallel.tp=2", "parallel.sequence_parallel=false"]),
-    "tp2": (2, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
     "tp2_dp2": (4, ["parallel.tp=2", "parallel.dp=2"]),
-    "tp4": (4, ["parallel.tp=4"]),
 }
 SAME = ("reward/mean", "loss/policy", "optim/grad_norm", "policy/kl_ref")
 TOLERANCE = 2e-4

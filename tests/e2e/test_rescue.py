@@ -18,7 +18,9 @@ import psutil
 import pytest
 
 from megadiff.checkpoint.checkpoints import whole_looking
+from megadiff.cli.train import main
 from megadiff.rollout.limits import RUN_HEADER
+from tests.distributed.ranks import Command
 from tests.e2e.servers import ENVIRONMENT
 
 FAULT = "reward.fault.type=tests.e2e.failing_step:FailingStep"
@@ -97,11 +99,14 @@ def wait_until(condition: Callable[[], bool], running: Running, timeout_s: float
 
 
 class Running:
-    """A trainer in the background, as a shell starts it, in a process group of its own."""
+    """A trainer in the background, in a process group of its own as a shell starts it."""
 
-    def __init__(self, command: list[str], folder: Path) -> None:
+    def __init__(self, command: list[str], folder: Path, *, num_processes: int) -> None:
         self.folder = folder / "run"
         self.log = folder / "stderr.txt"
+        if num_processes == 1:
+            self.process: subprocess.Popen | Command = forked_trainer(command, folder, self.log)
+            return
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -121,6 +126,19 @@ class Running:
         return [process, *process.children(recursive=True)]
 
 
+def forked_trainer(command: list[str], folder: Path, log: Path) -> Command:
+    """Start what Trainer.command() says, which writes to this log, in its own process group."""
+    return Command(
+        main,
+        command[command.index("megadiff.cli.train") + 1 :],
+        folder=folder,
+        environment=ENVIRONMENT,
+        prepare=os.setsid,
+        out=Path(os.devnull),
+        err=log,
+    )
+
+
 def give_replicas_back(registry: Path) -> None:
     """Spare the next test the minute after which the replicas of a killed run are free."""
     for file in registry.glob("*.json"):
@@ -138,7 +156,7 @@ def start(trainer, registry):
         command = trainer.command(*overrides, num_processes=num_processes)
         if max_restarts:
             command.insert(command.index("--standalone"), f"--max-restarts={max_restarts}")
-        started.append(Running(command, trainer.folder))
+        started.append(Running(command, trainer.folder, num_processes=num_processes))
         return started[-1]
 
     yield start_one
@@ -147,7 +165,7 @@ def start(trainer, registry):
             os.killpg(running.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        running.process.wait()
+        running.process.wait(30)
         give_replicas_back(registry)
 
 

@@ -5,6 +5,7 @@ order that comes over socket FD. See servers.Zygote, which talks to it in lines 
 from __future__ import annotations
 
 import json
+import multiprocessing.context
 import os
 import runpy
 import signal
@@ -36,6 +37,10 @@ def main() -> None:
     os.environ["SPT_NOENV"] = "1"
     getproctitle()
     import_frozen(PRELOAD)
+    # vllm-omni asks for new interpreters for its workers, which would import everything again.
+    multiprocessing.context.SpawnProcess._Popen = staticmethod(  # type: ignore[assignment]
+        multiprocessing.context.ForkProcess._Popen
+    )
     alive: set[int] = set()
     with channel.makefile("rw") as lines:
         for line in lines:  # until the tests end

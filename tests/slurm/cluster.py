@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +90,17 @@ class Cluster:
         enter = 'exec nsenter --target "$child" --all --wd="$PWD" "$@"'
         return self.login("bash", "-c", f"{first}; {enter}", "on", *command)
 
+    def jobs(self) -> set[str]:
+        """Return the numbers of all jobs, those that ended too."""
+        return set(self.login("squeue", "--noheader", "--states=all", "--format=%i").split())
+
+    def used_nodes(self) -> set[str]:
+        """Return the nodes of the jobs that run."""
+        hosts = self.login("squeue", "--noheader", "--states=running", "--format=%N").split()
+        if not hosts:
+            return set()
+        return set(self.login("scontrol", "show", "hostnames", ",".join(hosts)).split())
+
     def submit(self, *arguments: str, environment: Mapping[str, str]) -> Job:
         """Run sbatch, which hands our environment on, with these variables."""
         number = self.login("sbatch", "--parsable", *arguments, environment=environment)
@@ -163,10 +174,13 @@ class Job:
         self.cluster.login("scancel", *arguments, self.number)
 
 
-def wait_for(condition, *, what: str, s: float = 30.0) -> None:
+def wait_for(
+    condition: Callable[[], object], *, what: str | Callable[[], str], s: float = 30.0
+) -> None:
     """Poll until it is true. Raises TimeoutError that says what was waited for."""
     deadline = time.monotonic() + s
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no {what} within {s:.0f} s")
+            missing = what if isinstance(what, str) else what()
+            raise TimeoutError(f"no {missing} within {s:.0f} s")
         time.sleep(0.1)

@@ -1,11 +1,15 @@
-"""A cluster of four nodes, and a way to submit runs of the tiny model to it."""
+"""A cluster of six nodes, and a way to submit runs of the tiny model to it.
+
+Tests have the first four nodes. On the others runs go on beside them that wait for nobody.
+"""
 
 import json
 import re
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +18,22 @@ from tests.e2e.conftest import CONFIG
 from tests.slurm.cluster import Cluster, Job, reason_to_skip, wait_for
 
 ROOT = Path(__file__).parents[2]
-NODES = ("node1", "node2", "node3", "node4")
+NODES = ("node1", "node2", "node3", "node4", "node5", "node6")
+BESIDE = {"one_process": "node5", "asked": "node6"}  # fixtures, each a run on a node of its own
 # what runs on a node without a job, and the question itself
 IDLE = re.compile(r"slurmd -D|ps -eo|sleep |bash .*cluster\.sh node ")
+TOKEN = "0123456789abcdef-of-a-test"
+HEAD = "10.213.7.100"
+# The step after which each stage's attempt ends. A checkpoint is written behind its step's end.
+STAGES = {
+    "gate": 1,
+    "rollout": 2,
+    "reward": 3,
+    "train": 4,
+    "sync": 5,
+    "evaluation": 6,
+    "checkpoint": 8,
+}
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MEGADIFF_TOKEN": ""}
 
 
@@ -59,14 +76,18 @@ class SlurmRun:
         wait_for(is_there, what=f"checkpoint of step {step}", s=s)
 
     def ends(self, state: str, s: float = 240.0) -> None:
-        """Wait for its end, which must be this one, and nothing of it left on any node."""
+        """Wait for its end, which must be this one, and nothing left on any node without a job."""
         assert self.job.wait_until_ended(s) == state, self.logs()
         for node in NODES:
             wait_for(
-                lambda: not self.left_on(node),  # noqa: B023
-                what=f"end of {self.left_on(node)} on {node}",
+                partial(self.is_left_alone, node),
+                what=lambda: f"end of {self.left_on(node)} on {node}",  # noqa: B023
                 s=15,
             )
+
+    def is_left_alone(self, node: str) -> bool:
+        """Say whether nothing runs there, or what runs there is of a job."""
+        return not self.left_on(node) or node in self.job.cluster.used_nodes()
 
     def left_on(self, node: str) -> list[str]:
         """Return the command lines of what still runs there."""
@@ -123,6 +144,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster.close()
 
 
+@pytest.fixture(scope="package", autouse=True)
+def beside(request: pytest.FixtureRequest) -> None:
+    """Submit the runs that this session's tests ask for and that wait for nobody.
+
+    Half of such a run's time Slurm waits before it starts it again.
+    """
+    for name in BESIDE:
+        if any(name in getattr(item, "fixturenames", ()) for item in request.session.items):
+            request.getfixturevalue(name)
+
+
 @pytest.fixture(scope="package")
 def submit(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
@@ -148,8 +180,8 @@ def submit(
 
 @pytest.fixture(scope="package")
 def one_process(submit: Submitter) -> SlurmRun:
-    """One rank and its replica on one node; it runs beside the test that asks for it first."""
-    return submit("one", "train.num_steps=9", "eval.every=6", sbatch=("--nodes=1",))
+    """One rank and its replica on one node."""
+    return submit("one", "train.num_steps=9", "eval.every=6", sbatch=on(BESIDE["one_process"]))
 
 
 @pytest.fixture(scope="package")
@@ -169,3 +201,55 @@ def submit_stub(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> S
         repository=repository,
         arguments=("stub.yaml",),
     )
+
+
+@pytest.fixture(scope="package")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The launcher, with torchrun's ranks as asked.py and a dry run that takes no time."""
+    repository = tmp_path_factory.mktemp("asked")
+    shutil.copytree(ROOT / "launch", repository / "launch")
+    programs = repository / ".venv/bin"
+    programs.mkdir(parents=True)
+    (programs / "megadiff").symlink_to(Path(__file__).with_name("stub.sh"))
+    # A single rank needs no torchrun, whose imports take as long as its own.
+    alone = f'[[ $1 == --standalone ]] && exec {sys.executable} -u -m tests.slurm.asked "${{@:6}}"'
+    ranks = '-m torch.distributed.run "${@/#megadiff.cli.main/tests.slurm.asked}"'
+    programs_of = {"python": ("", '"$@"'), "torchrun": (alone, ranks)}
+    for name, (first, arguments) in programs_of.items():
+        (programs / name).write_text(f"#!/bin/bash\n{first}\nexec {sys.executable} {arguments}\n")
+        (programs / name).chmod(0o755)
+    return repository
+
+
+@pytest.fixture(scope="package")
+def submit_asked(submit: Submitter, repository: Path, tiny_model: Path) -> Iterator[Submitter]:
+    """Runs of the tiny model in separate mode, one after another on the same replica."""
+    registry = submit.folder / "registry"
+    registry.mkdir()
+    serve = f"{sys.executable} -m megadiff.cli.main serve {tiny_model} --dtype float32 --port 0"
+    place = f"--host {HEAD} --registry {registry} --name replica_0"
+    command = f"{serve} {place} </dev/null &>{registry}.log & echo $!"
+    environment = {**ENVIRONMENT, "MEGADIFF_TOKEN": TOKEN}
+    pid = submit.cluster.login("bash", "-c", command, environment=environment)
+    separate = ("rollout.mode=separate", f"rollout.registry={registry}")
+    yield replace(submit, repository=repository, arguments=(*submit.arguments, *separate))
+    submit.cluster.login("kill", "-KILL", pid.strip())
+
+
+@pytest.fixture(scope="package")
+def asked(submit_asked: Submitter) -> SlurmRun:
+    """One job, asked to stop in every stage and queued again after each."""
+    return submit_asked(
+        "asked",
+        "train.num_steps=9",
+        "eval.every=6",
+        sbatch=on(BESIDE["asked"]),
+        MEGADIFF_TOKEN=TOKEN,
+        ASK_IN=" ".join(STAGES),
+        ASK_FOLDER=str(submit_asked.folder / "asked"),
+    )
+
+
+def on(node: str) -> tuple[str, ...]:
+    """Return sbatch's options for a run on this node alone."""
+    return ("--nodes=1", f"--nodelist={node}")

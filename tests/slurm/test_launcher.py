@@ -138,6 +138,7 @@ def test_mistakes_are_told_at_once(submit_stub, tmp_path):
 @pytest.mark.parametrize("image", ["", "image.sqsh"])
 def test_dry_run_prints_the_commands_and_starts_nothing(submit_stub, image):
     settings = {"NODES": "3", "GPUS": "8", "ROLLOUT_NODES": "1", "CONTAINER_IMAGE": image}
+    jobs = submit_stub.cluster.jobs()
     done = subprocess.run(
         [str(ROOT / "launch/slurm.sh"), "--dry-run", "a.yaml", "run.dir=/runs", "run.name=a"],
         env={"PATH": "/usr/bin:/bin", **settings},
@@ -153,4 +154,4 @@ def test_dry_run_prints_the_commands_and_starts_nothing(submit_stub, image):
     assert "launch/torchrun.sh 8 a.yaml" in trainer and "--nodes=2" in trainer
     for line in (replicas, trainer):
         assert ("--container-image=image.sqsh --container-mounts=" in line) == bool(image)
-    assert submit_stub.cluster.login("squeue", "--noheader") == ""
+    assert submit_stub.cluster.jobs() == jobs

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +23,7 @@ from megadiff.train import rescue as rescue_module
 from megadiff.train.board import Board, RankState, RunAlarm
 from megadiff.train.rescue import Rescue, disagreement
 from megadiff.types import Progress
+from tests.distributed.ranks import run_command
 
 ROOT = Path(__file__).parents[3]
 UPDATES_PER_STEP = 2
@@ -232,62 +236,60 @@ def test_a_step_that_broke_off_is_not_saved(tmp_path, caplog):
     assert not list(tmp_path.glob("step_*"))
 
 
-PROGRAM = """
-import os, random, signal, sys, threading, time
-from pathlib import Path
-from tests.unit.train.test_rescue import Rank
-case, folder = sys.argv[1], Path(sys.argv[2])
-rank = Rank(0, 1, folder, random.Random(0))
-rank.rescue.board.lay_out()
-rank.rescue.start()
-rank.rescue.finish_step(rank.progress, {})
-try:
-    if case == "gate":  # it waits for a step that a rescue holds up
-        rank.engine.gate.close()
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        with rank.engine.gate.step():
-            pass
-    if case == "asked":  # the step that is on does not end
-        (folder / "stop").write_text("2")
-        time.sleep(60)
-    if case == "asked twice":
-        os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(3)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(60)
-    if case == "granted":
-        rank.rescue.requests.step_ended()
-        os.environ["MEGADIFF_STOP_GRACE_S"] = "60"
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(2.5)
-        assert rank.rescue.requests.agreed_code() == 143
-        rank.rescue.leave_together(143)
-        raise SystemExit(143)
-    if case == "no board":
-        import shutil
-        shutil.rmtree(rank.rescue.board.folder)
-        time.sleep(60)
-    if case == "fork":
-        child = os.fork()
-        if not child:
+def act(arguments: list[str]) -> int:
+    """What a process does to itself, or waits for, while its rescue listens."""
+    case = arguments[0]
+    folder = Path(arguments[1])
+    rank = Rank(0, 1, folder, random.Random(0))
+    rank.rescue.board.lay_out()
+    rank.rescue.start()
+    rank.rescue.finish_step(rank.progress, {})
+    try:
+        if case == "gate":  # it waits for a step that a rescue holds up
+            rank.engine.gate.close()
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            with rank.engine.gate.step():
+                pass
+        if case == "asked":  # the step that is on does not end
+            (folder / "stop").write_text("2")
             time.sleep(60)
-            os._exit(0)
-        time.sleep(0.5)
-        os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        time.sleep(2.5)
-    if case == "other signal":
-        signal.signal(signal.SIGALRM, lambda *_: None)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        time.sleep(2.5)
-    if case == "closing":
+        if case == "asked twice":
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(3)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(60)
+        if case == "granted":
+            rank.rescue.requests.step_ended()
+            os.environ["MEGADIFF_STOP_GRACE_S"] = "60"
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2.5)
+            assert rank.rescue.requests.agreed_code() == 143
+            rank.rescue.leave_together(143)
+            raise SystemExit(143)
+        if case == "no board":
+            shutil.rmtree(rank.rescue.board.folder)
+            time.sleep(60)
+        if case == "fork":
+            child = os.fork()
+            if not child:
+                time.sleep(60)
+                os._exit(0)
+            time.sleep(0.5)
+            os.kill(child, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+            time.sleep(2.5)
+        if case == "other signal":
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            time.sleep(2.5)
+        if case == "closing":
+            rank.rescue.stop()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+    finally:
         rank.rescue.stop()
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(60)
-finally:
-    rank.rescue.stop()
-print("closed", flush=True)
-"""
+    sys.stdout.write("closed")
+    return 0
 
 
 @pytest.mark.parametrize(
@@ -304,10 +306,11 @@ print("closed", flush=True)
     ],
 )
 def test_signals_of_a_real_process(tmp_path, case, code, saved):
-    command = [sys.executable, "-c", PROGRAM, case, str(tmp_path)]
     began = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == code, done.stderr
+    done = run_command(
+        act, [case, str(tmp_path)], folder=ROOT, environment=os.environ, timeout_s=60
+    )
+    assert done.code == code, done.stderr
     assert bool(list(tmp_path.glob("step_*"))) == saved, done.stderr
     assert ("closed" in done.stdout) == (code == 0)
     assert time.monotonic() - began < 25  # not by LEAVE_S after LEAVE_S
