@@ -177,9 +177,9 @@ def _all_gather(x: Tensor, group: str, size: int) -> Tensor:
 
 @torch.library.custom_op("megadiff::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, group: str, size: int) -> Tensor:
-    own = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    dist.reduce_scatter_tensor(own, x.contiguous(), group=_PROCESS_GROUPS[group])
-    return own
+    summed = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    dist.reduce_scatter_tensor(summed, x.contiguous(), group=_PROCESS_GROUPS[group])
+    return summed
 
 
 @torch.library.custom_op("megadiff::all_to_all", mutates_args=())

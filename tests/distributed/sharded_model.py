@@ -100,7 +100,7 @@ def draw_inputs(
 class Layout:
     """dp is what the world leaves. budget, num_microbatches: how the gradient is computed.
 
-    compiled: each block in one graph, which has the budget.
+    compiled: each block, in one graph, which then has the budget, or in several.
     """
 
     tp: int = 1
@@ -109,6 +109,7 @@ class Layout:
     budget: float = 0.0
     num_microbatches: int = 1
     compiled: bool = False
+    in_one_graph: bool = True
 
 
 class Result(Protocol):
@@ -274,7 +275,7 @@ class Ranks:
             attention=self.adapter.attention,
             dtype=self.dtype,
             sequence_parallel=layout.sequence_parallel,
-            activation_memory_budget=1.0 if layout.compiled else layout.budget,
+            activation_memory_budget=1.0 if self._within_blocks else layout.budget,
             compile_blocks=self._compile_blocks if layout.compiled else None,
         )
         size = NUM_SAMPLES // mesh.dp
@@ -293,14 +294,18 @@ class Ranks:
 
         parallel_state.destroy_model_parallel()
 
+    @property
+    def _within_blocks(self) -> bool:
+        return self.layout.compiled and self.layout.in_one_graph
+
     def _compile_blocks(self, module: nn.Module) -> None:
         plan = self.adapter.plan
         compile_blocks(
             module,
             plan,
             text_varies=plan.num_streams > 1,
-            budget=self.layout.budget,
-            in_one_graph=True,
+            budget=self.layout.budget if self._within_blocks else 1.0,
+            in_one_graph=self.layout.in_one_graph,
         )
 
     def check_result(
