@@ -109,7 +109,7 @@ class EngineConfig:
         0.0, "A block keeps this part of its activations.", at_least=0, at_most=1
     )
     compile: bool = key(
-        False, "Compile veomni's blocks, which takes a minute at the first microbatch of each kind."
+        False, "Compile the blocks, which takes a minute at the first microbatch of each kind."
     )
     fp8: str = key("none", "megatron multiplies matrices in FP8.", choices=("none", "hybrid"))
     offload_idle: bool = key(

@@ -31,7 +31,6 @@ BOUNDS = {  # name in the schema → (what breaks it, that comparison's sign, th
 ONE_BACKEND_ONLY = {  # key → (the engine.backend that has it, its value under another)
     "parallel.tp": ("megatron", 1),
     "engine.fp8": ("megatron", "none"),
-    "engine.compile": ("veomni", False),
     "parallel.dp_replicate": ("veomni", 1),
 }
 WITHOUT_USE_IN_SFT = {  # key → the value that it must have

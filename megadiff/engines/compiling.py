@@ -13,6 +13,7 @@ from torch._dynamo import maybe_mark_dynamic
 from torch.utils._pytree import tree_leaves
 
 from megadiff.models.adapter import STREAMS
+from megadiff.models.joint_attention import WholeStreams
 from megadiff.parallel.plan import ParallelPlan
 
 VARIANTS = 32
@@ -20,7 +21,12 @@ IMAGE, TEXT = STREAMS
 
 
 def compile_blocks(
-    model: nn.Module, plan: ParallelPlan, *, text_varies: bool, budget: float
+    model: nn.Module,
+    plan: ParallelPlan,
+    *,
+    text_varies: bool,
+    budget: float,
+    in_one_graph: bool = False,
 ) -> None:
     """Compile each block's forward, the same code for all blocks of a kind. Hooks stay around it.
 
@@ -30,6 +36,8 @@ def compile_blocks(
     activations: with it a block of Qwen-Image computes 3.75 forwards in all, without it 4.0.
     text_varies: any text length fits from the first variant on. Else, by torch's own rule, a second
     length compiles everything again.
+    in_one_graph: torch raises an error where something would cut a block into several graphs, which
+    choose their activations each by itself.
     """
     torch._functorch.config.activation_memory_budget = budget
     # torch keeps 8 variants of a function and runs later ones uncompiled, with a warning only; here
@@ -38,7 +46,7 @@ def compile_blocks(
     for name, module in model.named_modules():
         if plan.is_block(name):
             signature = inspect.signature(module.forward)
-            compiled = torch.compile(module.forward)
+            compiled = torch.compile(module.forward, fullgraph=in_one_graph)
             module.forward = _of_any_text_length(compiled, signature) if text_varies else compiled
 
 
@@ -55,13 +63,17 @@ def _of_any_text_length(
 def _mark(arguments: dict[str, Any]) -> None:
     """Mark dimensions of the text's length as dynamic, and of both streams' in joint masks.
 
-    They are in the streams' embeddings, masks and rotations.
+    They are in the streams' embeddings, masks and rotations. Where tokens are split, the whole
+    streams say where theirs are.
     """
     image_shape = arguments[IMAGE].shape
     text_length = arguments[TEXT].shape[1]
     # torch would take a length for the image stream's size where the two are equal
     lengths = {text_length, text_length + image_shape[1]}.difference(image_shape)
     for tensor in tree_leaves([value for name, value in arguments.items() if name != IMAGE]):
+        if isinstance(tensor, WholeStreams):
+            for whole, dim in tensor.text_dims():
+                maybe_mark_dynamic(whole, dim)
         if not isinstance(tensor, Tensor):
             continue
         # the last dimension of all but masks is one of features, whatever its size

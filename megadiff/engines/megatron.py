@@ -16,12 +16,14 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megadiff.config.schema import Config
 from megadiff.engines.base import Loss, NonFiniteError
+from megadiff.engines.compiling import compile_blocks
 from megadiff.engines.flat_ranges import flat_ranges, placement_of, whole_range
 from megadiff.engines.gathering import gather_flat
 from megadiff.engines.lora import (
@@ -285,6 +287,18 @@ def _build_transformer(
     """Build the stock module with this rank's shards of the weights, read in engine.dtype."""
     from megadiff.parallel.tensor_parallel import parallelize
 
+    fp8 = "" if config.engine.fp8 == "none" else config.engine.fp8
+    budget = config.engine.activation_memory_budget
+    # Transformer Engine's layers cut a block into several graphs
+    within_blocks = config.engine.compile and not fp8
+    compile_all = partial(
+        compile_blocks,
+        plan=adapter.plan,
+        text_varies=adapter.plan.num_streams > 1,
+        budget=budget if within_blocks else 1.0,
+        in_one_graph=within_blocks,
+    )
+
     transformer = parallelize(
         empty,
         adapter.plan,
@@ -292,9 +306,10 @@ def _build_transformer(
         attention=adapter.attention,
         dtype=DTYPES[config.engine.dtype],
         sequence_parallel=config.parallel.sequence_parallel,
-        activation_memory_budget=config.engine.activation_memory_budget,
-        fp8="" if config.engine.fp8 == "none" else config.engine.fp8,
+        activation_memory_budget=1.0 if within_blocks else budget,
+        fp8=fp8,
         adapters=adapters,
+        compile_blocks=compile_all if config.engine.compile else None,
     )
 
     for name, parameter in transformer.named_parameters():

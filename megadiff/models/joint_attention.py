@@ -31,6 +31,14 @@ class WholeStream:
     length: int
     rotary_SD: Tensor | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the length, to torch.compile as a tensor's size where one has it.
+
+        It takes a plain number for a constant, and compiles again for another.
+        """
+        return self.length if self.rotary_SD is None else self.rotary_SD.shape[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class WholeStreams:
@@ -39,6 +47,15 @@ class WholeStreams:
     text: WholeStream
     image: WholeStream
     mask: Tensor | None = None
+
+    def text_dims(self) -> list[tuple[Tensor, int]]:
+        """Return the tensors with a dimension that changes with the text's length, and which."""
+        dims = []
+        if self.text.rotary_SD is not None:
+            dims.append((self.text.rotary_SD, 0))
+        if self.mask is not None:
+            dims.append((self.mask, self.mask.ndim - 1))
+        return dims
 
 
 class JointAttention:
@@ -75,7 +92,7 @@ class JointAttention:
         if encoder_hidden_states is not None:
             # first, as in the mask
             sites.insert(0, (TEXT, encoder_hidden_states, streams.text))
-        lengths = [stream.length for _, _, stream in sites]
+        lengths = [stream.num_tokens for _, _, stream in sites]
 
         # a gather for each stream: concatenating them costs more than a second collective
         gathered = [self.tokens.enter_split(chunk_BSC) for _, chunk_BSC, _ in sites]

@@ -6,7 +6,7 @@ tokens of its own heads. Every stream is padded with zeros to equal chunks, one 
 - without it chunk sp_rank, and all tp ranks hold the same tokens.
 Padding is cut off before attention and at the output.
 
-megatron-core gathers and scatters along the first dimension, whatever it means. Streams stay batch
+Collectives gather and scatter along the first dimension, whatever it means. Streams stay batch
 first, so a gathered one is [tp·B, chunk, …] with ranks outermost. Per-token layers do not care.
 Only attention needs the order of tokens, and moves them.
 
@@ -20,17 +20,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import (
-    all_to_all,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megadiff.parallel.regions import copy_to_group
+from megadiff.parallel.regions import (
+    Group,
+    copy_to_group,
+    exchange,
+    gather_for_all,
+    gather_for_parts,
+    scatter_sum,
+    sum_for_all,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +44,15 @@ class TokenAxes:
     multiple: a chunk's length is a multiple of it.
     """
 
-    tp_group: dist.ProcessGroup
-    sp_group: dist.ProcessGroup
-    token_group: dist.ProcessGroup
+    tp_group: Group
+    sp_group: Group
+    token_group: Group
     sequence_parallel: bool
     multiple: int = 1
 
-    tp = property(lambda self: self.tp_group.size())
-    sp = property(lambda self: self.sp_group.size())
-    num_chunks = property(lambda self: self.token_group.size())
+    tp = property(lambda self: self.tp_group.size)
+    sp = property(lambda self: self.sp_group.size)
+    num_chunks = property(lambda self: self.token_group.size)
 
     def split(self, stream_BSC: Tensor) -> Tensor:
         """Return this rank's chunk [B, chunk, …] of a stream that all ranks have.
@@ -60,15 +61,12 @@ class TokenAxes:
         a part of the gradient of all weights before it.
         """
         chunks_BNSC = self._in_chunks(stream_BSC)
-        return chunks_BNSC[:, self.token_group.rank()].contiguous()
+        return chunks_BNSC[:, self.token_group.rank].contiguous()
 
     def gather(self, chunk_BSC: Tensor, length: int) -> Tensor:
         """Return the whole stream [B, length, C] on every rank."""
         # backward takes this rank's part of the gradient without a sum: all compute the same loss
-        gathered_NSC = gather_from_sequence_parallel_region(
-            chunk_BSC, tensor_parallel_output_grad=False, group=self.token_group
-        )
-        return self._in_order(gathered_NSC, length)
+        return self._in_order(gather_for_all(chunk_BSC, self.token_group), length)
 
     def enter_split(self, chunk_BSC: Tensor) -> Tensor:
         """Return the tokens of this rank and its tp peers, [N, chunk, C].
@@ -77,7 +75,7 @@ class TokenAxes:
         them for other features, so backward sums over tp.
         """
         if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(chunk_BSC, group=self.tp_group)
+            return gather_for_parts(chunk_BSC, self.tp_group)
         return copy_to_group(chunk_BSC, self.tp_group)
 
     def enter_context(self, context_BTC: Tensor) -> Tensor:
@@ -96,12 +94,11 @@ class TokenAxes:
     def leave_split(self, part_NSC: Tensor) -> Tensor:
         """Sum the ranks' parts after a layer whose input features are split over tp.
 
-        Returns this rank's tokens [B, chunk, C]. May overwrite the part. Backward gives each rank
-        the gradient of its peers' tokens as well.
+        Returns this rank's tokens [B, chunk, C]. Backward gives each rank the gradient of its
+        peers' tokens as well.
         """
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(part_NSC, group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(part_NSC.contiguous(), group=self.tp_group)
+        combine = scatter_sum if self.sequence_parallel else sum_for_all
+        return combine(part_NSC, self.tp_group)
 
     def all_tokens(
         self, streams: Sequence[Sequence[Tensor]], lengths: Sequence[int]
@@ -130,7 +127,7 @@ class TokenAxes:
 
         # [sp, N, tokens, H, D]: the chunks of each sp rank, with those of its tp peers
         by_tokens = torch.cat(in_chunks, dim=2).flatten(0, 1).unflatten(0, (self.sp, -1))
-        chunk_NSHD = all_to_all(self.sp_group, by_tokens.contiguous()).movedim(0, 2).flatten(2, 3)
+        chunk_NSHD = exchange(by_tokens, self.sp_group).movedim(0, 2).flatten(2, 3)
 
         chunk_sizes = [chunks.shape[2] for chunks in in_chunks]
         streams_NSC = chunk_NSHD.flatten(2).split(chunk_sizes, dim=1)
@@ -144,7 +141,7 @@ class TokenAxes:
         # one all-to-all for all streams, and for query, key and value
         joint_NSQHD = torch.cat([torch.stack(list(stream), dim=2) for stream in streams], dim=1)
         by_heads = joint_NSQHD.unflatten(3, (self.sp, -1)).movedim(3, 0)
-        by_tokens = all_to_all(self.sp_group, by_heads.contiguous()).flatten(0, 1)
+        by_tokens = exchange(by_heads, self.sp_group).flatten(0, 1)
         chunk_sizes = [stream[0].shape[1] for stream in streams]
         return [stream.unbind(2) for stream in by_tokens.split(chunk_sizes, dim=1)]
 

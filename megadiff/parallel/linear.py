@@ -1,7 +1,8 @@
 """Make linear layers split over tensor-parallel ranks, called like nn.Linear.
 
-They are megatron-core's, or Transformer Engine's for FP8. They are built on the meta device with
-this rank's shapes and without weights; parallel.tensor_parallel gives them memory.
+They are megatron-core's, Transformer Engine's for FP8, or for torch.compile our own. They are built
+on the meta device with this rank's shapes and without weights; parallel.tensor_parallel gives them
+memory.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    all_gather_last_dim_from_tensor_parallel_region,
-    gather_from_tensor_model_parallel_region,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
 from megadiff.parallel.attention import TokenAxes
-from megadiff.parallel.regions import copy_to_group, sum_over_group
+from megadiff.parallel.regions import (
+    copy_to_group,
+    gather_features_for_all,
+    gather_features_for_parts,
+    sum_over_group,
+)
 
 FP8_MULTIPLE = 16  # FP8 matrix products take sizes that are multiples of it
 
@@ -107,7 +109,11 @@ def column(
         )
 
     return _first_output(te.TEColumnParallelLinear)(
-        **arguments, config=config, gather_output=False, is_expert=False, tp_group=axes.tp_group
+        **arguments,
+        config=config,
+        gather_output=False,
+        is_expert=False,
+        tp_group=axes.tp_group.process_group,
     )
 
 
@@ -124,12 +130,34 @@ def row(linear: nn.Linear, config: TransformerConfig, axes: TokenAxes) -> nn.Mod
     from megatron.core.extensions import transformer_engine as te
 
     return _first_output(te.TERowParallelLinear)(
-        **arguments, is_expert=False, tp_group=axes.tp_group
+        **arguments, is_expert=False, tp_group=axes.tp_group.process_group
     )
 
 
+class ColumnLinear(nn.Module):
+    """Compute a column layer […, in] → […, out / tp] in one graph with what is around it.
+
+    megatron-core's own overlaps its collectives by hand, which torch.compile cannot trace.
+    in_attention: the caller has gathered, for several layers at once.
+    """
+
+    def __init__(self, linear: nn.Linear, axes: TokenAxes, *, in_attention: bool) -> None:
+        super().__init__()
+        self.axes = axes
+        self.in_attention = in_attention
+        num_rows = linear.out_features // axes.tp
+        self.weight = nn.Parameter(torch.empty(num_rows, linear.in_features, device="meta"))
+        self.bias = None
+        if linear.bias is not None:
+            self.bias = nn.Parameter(torch.empty(num_rows, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x if self.in_attention else self.axes.enter_split(x)
+        return functional.linear(whole, self.weight, self.bias)
+
+
 class RowProduct(nn.Module):
-    """Compute a frozen row layer's part […, in / tp] → […, out] of a sum over tp.
+    """Compute a row layer's part […, in / tp] → […, out] of a sum over tp.
 
     The caller sums: see finish().
     """
@@ -157,6 +185,13 @@ class RowProduct(nn.Module):
         return whole if self.bias is None else whole + self.bias
 
 
+class RowLinear(RowProduct):
+    """Compute a row layer, summed over tp, in one graph with what is around it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.finish(super().forward(x))
+
+
 class ModulationLinear(nn.Module):
     """Multiply the time embedding [B, in], which every rank has, by a weight of split rows.
 
@@ -175,10 +210,10 @@ class ModulationLinear(nn.Module):
         if self.axes.sequence_parallel:
             # a rank's gradient is its own tokens' part, so the gather's backward sums over tp
             part_BC = functional.linear(embedding_BC, self.weight, self.bias)
-            return all_gather_last_dim_from_tensor_parallel_region(part_BC, group=group)
+            return gather_features_for_parts(part_BC, group)
         # all ranks have the same gradient and take their rows of it; the input's is then summed
         part_BC = functional.linear(copy_to_group(embedding_BC, group), self.weight, self.bias)
-        return gather_from_tensor_model_parallel_region(part_BC, group=group)
+        return gather_features_for_all(part_BC, group)
 
 
 class AcrossHeadsNorm(nn.Module):

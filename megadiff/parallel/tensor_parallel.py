@@ -27,7 +27,9 @@ from megadiff.parallel.attention import TokenAttention, TokenAxes
 from megadiff.parallel.linear import (
     FP8_MULTIPLE,
     AcrossHeadsNorm,
+    ColumnLinear,
     ModulationLinear,
+    RowLinear,
     RowProduct,
     column,
     layer_config,
@@ -37,6 +39,7 @@ from megadiff.parallel.lora import Adapters, adapt, adapt_linears, lora_shapes
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import LORA_A, LORA_B, ParallelPlan, Placement, is_lora
 from megadiff.parallel.recompute import recompute_blocks
+from megadiff.parallel.regions import group_of
 from megadiff.parallel.tokens import split_tokens
 
 
@@ -80,9 +83,9 @@ def token_axes(mesh: Mesh, *, sequence_parallel: bool, fp8: bool = False) -> Tok
         token_group = parallel_state.get_tensor_and_context_parallel_group()
 
     return TokenAxes(
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        sp_group=sp_group,
-        token_group=token_group,
+        tp_group=group_of(parallel_state.get_tensor_model_parallel_group()),
+        sp_group=group_of(sp_group),
+        token_group=group_of(token_group),
         sequence_parallel=sequence_parallel,
         multiple=FP8_MULTIPLE if fp8 else 1,  # chunks are padded to what FP8 products take
     )
@@ -99,6 +102,7 @@ def parallelize(
     activation_memory_budget: float = 1.0,
     fp8: str = "",
     adapters: Adapters | None = None,
+    compile_blocks: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """Replace the stock module's weights, on meta, by this rank's shards on the mesh's device.
 
@@ -113,6 +117,8 @@ def parallelize(
     fp8: "" or "hybrid", for the matrix products of the blocks' column and row layers; all else
     stays in dtype.
     adapters: LoRA, not with fp8; then it alone is trained.
+    compile_blocks: compiles the module's blocks, in place. Without fp8 each block is then one graph
+    with its collectives.
 
     Raises ValueError for a plan that does not fit the module, or sizes that tp and sp do not
     divide.
@@ -124,7 +130,7 @@ def parallelize(
     placements = plan.placements(
         shapes,
         tp=axes.tp,
-        tp_rank=axes.tp_group.rank(),
+        tp_rank=axes.tp_group.rank,
         sequence_parallel=axes.sequence_parallel,
     )
 
@@ -133,21 +139,49 @@ def parallelize(
     if adapters and axes.tp == 1:
         adapt_linears(module, adapters)
     if axes.tp > 1 or fp8:
-        _replace_linears(module, plan, placements, axes, config, adapters)
+        builders = _builders(plan, axes, config, traced=bool(compile_blocks) and not fp8)
+        _replace_linears(module, plan, placements, axes, config, adapters, builders)
 
     trained = placements.keys() - plan.unused_names(placements) - plan.frozen_names(placements)
     if adapters:
         trained = set(filter(is_lora, placements))
     _materialise(module, placements, mesh.device, dtype, trained=trained)
 
+    recompute_blocks(module, plan, budget=activation_memory_budget)
+    split_tokens(module, plan, axes, attention)
+    if compile_blocks:
+        compile_blocks(module)
+    # around compiled code, which cannot enter Transformer Engine's context
     if fp8:
         for name, block in module.named_modules():
             if plan.is_block(name):
                 block.forward = partial(_in_fp8, block.forward, config)
-
-    recompute_blocks(module, plan, budget=activation_memory_budget)
-    split_tokens(module, plan, axes, attention)
     return module.train()
+
+
+_Builders = Mapping[str, Callable[[str, Any], nn.Module]]
+
+
+def _builders(
+    plan: ParallelPlan, axes: TokenAxes, config: TransformerConfig, *, traced: bool
+) -> _Builders:
+    """Return what makes a layer of each kind from its name and the stock layer."""
+
+    def make_column(name: str, linear: nn.Linear) -> nn.Module:
+        in_attention = plan.in_attention(name)
+        if traced:
+            return ColumnLinear(linear, axes, in_attention=in_attention)
+        return column(linear, config, axes, in_attention=in_attention)
+
+    def make_row(name: str, linear: nn.Linear) -> nn.Module:
+        return RowLinear(linear, axes) if traced else row(linear, config, axes)
+
+    return {
+        "column": make_column,
+        "row": make_row,
+        "modulation": lambda name, linear: ModulationLinear(linear, axes),
+        "across_heads_norm": lambda name, norm: AcrossHeadsNorm(norm, axes),
+    }
 
 
 def _replace_linears(
@@ -157,16 +191,8 @@ def _replace_linears(
     axes: TokenAxes,
     config: TransformerConfig,
     adapters: Adapters | None,
+    builders: _Builders,
 ) -> None:
-    builders: dict[str, Callable[[str, Any], nn.Module]] = {
-        "column": lambda name, linear: column(
-            linear, config, axes, in_attention=plan.in_attention(name)
-        ),
-        "row": lambda name, linear: row(linear, config, axes),
-        "modulation": lambda name, linear: ModulationLinear(linear, axes),
-        "across_heads_norm": lambda name, norm: AcrossHeadsNorm(norm, axes),
-    }
-
     wrapped = set(adapters.spec.modules) if adapters else set()
     # a list, as layers are replaced on the way
     for name, linear in list(module.named_modules()):
@@ -190,7 +216,7 @@ def _replace_linears(
             # the input is gathered, and the output summed, once for both products: enter and leave
             enter = leave = None
             if placement.kind == "column":
-                layer = column(linear, config, axes, in_attention=True)
+                layer = ColumnLinear(linear, axes, in_attention=True)
                 enter = None if plan.in_attention(name) else axes.enter_split
             else:
                 layer = product = RowProduct(linear, axes)

@@ -17,6 +17,7 @@ from megadiff.parallel import megatron_cpu
 from megadiff.parallel.attention import TokenAttention, TokenAxes
 from megadiff.parallel.mesh import Mesh, check_heads
 from megadiff.parallel.plan import ParallelPlan
+from megadiff.parallel.regions import group_of
 
 
 def split_tokens(
@@ -75,8 +76,12 @@ def ulysses_axes(mesh: Mesh) -> TokenAxes:
     alone, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(mesh.world_size)])
     peers = [list(range(first, first + mesh.sp)) for first in range(0, mesh.world_size, mesh.sp)]
     sp_group, _ = dist.new_subgroups_by_enumeration(peers)
+    sp_peers = group_of(sp_group)
     return TokenAxes(
-        tp_group=alone, sp_group=sp_group, token_group=sp_group, sequence_parallel=False
+        tp_group=group_of(alone),
+        sp_group=sp_peers,
+        token_group=sp_peers,
+        sequence_parallel=False,
     )
 
 

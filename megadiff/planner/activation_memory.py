@@ -51,8 +51,9 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
     """
     num_blocks = model.num_blocks
     kept_shares = [work.budget] * num_blocks
-    # Ulysses' exchanges cut a block into several graphs, so there whole blocks are chosen
-    if not work.compiled or placing.layout.sp > 1:
+    # VeOmni's exchanges for Ulysses cut a block into several graphs, so whole blocks are chosen
+    is_cut = placing.backend == "veomni" and placing.layout.sp > 1
+    if not work.compiled or is_cut:
         whole_blocks = kept_blocks(num_blocks, work.budget)
         kept_shares = [float(block in whole_blocks) for block in range(num_blocks)]
 

@@ -49,6 +49,7 @@ def work_of(
     )
 
     tokens = model.adapter.token_count(sampling, text_tokens)
+    is_megatron = config.engine.backend == "megatron"
     return Work(
         rows=min(config.train.microbatch_size, rows),
         image_tokens=tokens.image,
@@ -61,7 +62,8 @@ def work_of(
         num_microbatches=num_microbatches,
         accumulates=num_microbatches > 1 and unsharded <= UNSHARDED_SHARE * machine.num_bytes,
         keeps_average=config.algorithm.ema_decay > 0,
-        compiled=config.engine.compile,
+        # Transformer Engine's layers stay as they are, and cut blocks into several graphs
+        compiled=config.engine.compile and not (is_megatron and config.engine.fp8 != "none"),
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.z_image.attention import ZImageAttention
+from megadiff.parallel.regions import Group
 from megadiff.parallel.tokens import split_tokens
 from megadiff.tensors.source_folder import SourceFolder
 from tests.distributed.families import FAMILIES, Family, case_of
@@ -99,9 +100,9 @@ def omissions_of(family: Family) -> dict[str, Omission]:
 
 class _SummedForwardOnly(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, part: Tensor, group: Group) -> Tensor:
         total = part.clone()
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total, group=group.process_group)
         return total
 
     @staticmethod

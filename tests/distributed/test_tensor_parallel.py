@@ -19,6 +19,7 @@ from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
 
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.parallel import regions
 from megadiff.types import Sampling
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded_model import (
@@ -76,23 +77,6 @@ def test_equals_the_unsharded_transformer(world_size: int, pipeline: Path) -> No
     check_parity(CASE, pipeline, LAYOUTS[world_size], DTYPES[world_size], world_size)
 
 
-def _split_in_backward(
-    x: Tensor, *, group: dist.ProcessGroup, tensor_parallel_output_grad: bool = True
-) -> Tensor:
-    """A gather whose backward takes this rank's part, where it should sum."""
-    from megatron.core.tensor_parallel import mappings
-
-    return mappings.gather_from_sequence_parallel_region(
-        x, tensor_parallel_output_grad=False, group=group
-    )
-
-
-def _split_last_in_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    from megatron.core.tensor_parallel import mappings
-
-    return mappings.gather_from_tensor_model_parallel_region(x, group=group)
-
-
 def _own_part(
     output: Tensor, x: Tensor, *, group: dist.ProcessGroup, async_op: bool
 ) -> SimpleNamespace:
@@ -136,8 +120,7 @@ OMISSIONS = {
     "modulation_with_sp": Omission(
         layout=WITH_SP,
         without=patched(
-            f"{PARALLEL}.linear.all_gather_last_dim_from_tensor_parallel_region",
-            by=_split_last_in_backward,
+            f"{PARALLEL}.linear.gather_features_for_parts", by=regions.gather_features_for_all
         ),
         wrong=("img_mod", "txt_mod", "time_text_embed"),
         only=True,
@@ -150,9 +133,7 @@ OMISSIONS = {
     ),
     "attention_input_with_sp": Omission(
         layout=WITH_SP,
-        without=patched(
-            f"{PARALLEL}.attention.gather_from_sequence_parallel_region", by=_split_in_backward
-        ),
+        without=patched(f"{PARALLEL}.attention.gather_for_parts", by=regions.gather_for_all),
         wrong=("img_in", "txt_in", "transformer_blocks.0"),
     ),
     "attention_input_without_sp": Omission(

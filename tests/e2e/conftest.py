@@ -121,26 +121,33 @@ def trainer(tmp_path, tiny_model) -> Trainer:
 @pytest.fixture(scope="module")
 def in_ranks(tmp_path_factory, tiny_model) -> Callable[..., Result]:
     """Runs `megadiff train` as torchrun does, in processes that have their imports behind them:
-    (run's name, number of ranks, *overrides). Fails with the traceback of the rank that fails.
+    (run's name, number of ranks, *overrides, worker=). Fails with the traceback of the rank that
+    fails. worker: what each rank calls with the command's arguments.
     """
     trainer = Trainer(tmp_path_factory.mktemp("ranks"), tiny_model)
-    return lambda name, num_processes, *overrides: train_in_ranks(
-        trainer, name, num_processes, *overrides
+    return lambda name, num_processes, *overrides, **worker: train_in_ranks(
+        trainer, name, num_processes, *overrides, **worker
     )
 
 
-def train_in_ranks(trainer: Trainer, name: str, num_processes: int, *overrides: str) -> Result:
-    arguments = trainer.command(*overrides, name=name)
-    run_ranks(_train, num_processes, arguments[arguments.index("megadiff.cli.train") + 1 :])
-    return Result(code=0, stderr="", folder=trainer.folder / name)
-
-
-def _train(arguments: list[str]) -> None:
+def train_rank(arguments: list[str]) -> None:
     if (
         "WORLD_SIZE" in os.environ
     ):  # else one thread: two, on cores that others use too, wait for each other
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     assert main(arguments) == 0
+
+
+def train_in_ranks(
+    trainer: Trainer,
+    name: str,
+    num_processes: int,
+    *overrides: str,
+    worker: Callable[[list[str]], None] = train_rank,
+) -> Result:
+    arguments = trainer.command(*overrides, name=name)
+    run_ranks(worker, num_processes, arguments[arguments.index("megadiff.cli.train") + 1 :])
+    return Result(code=0, stderr="", folder=trainer.folder / name)
 
 
 @pytest.fixture(scope="package")  # idle replicas poll: they end with the last test of this folder

@@ -2,7 +2,12 @@
 another layout. Gradients of more layouts are compared in tests/distributed.
 """
 
+from functools import partial
+
 import pytest
+import torch
+
+from tests.e2e.conftest import train_rank
 
 MEGATRON = "engine.backend=megatron"
 LAYOUTS = {  # number of processes, overrides; sequence parallelism is on unless it is switched off
@@ -23,8 +28,8 @@ def runs(in_ranks, registry):
         "algorithm.kl_coef=0.04",
         "rollout.num_replicas=2",
     ]
-    return lambda name, num_processes, *overrides: in_ranks(
-        name, num_processes, *shared, *overrides
+    return lambda name, num_processes, *overrides, **worker: in_ranks(
+        name, num_processes, *shared, *overrides, **worker
     )
 
 
@@ -40,6 +45,20 @@ def test_every_layout_gives_the_veomni_engines_metrics(name, runs, reference):
     result = runs(name, num_processes, MEGATRON, *overrides)
     _close(result.rows, reference)
     assert result.rows[0]["parity/log_prob_gap_max"] <= 1e-5
+
+
+def test_compiled_blocks_give_the_same_metrics(runs, reference):
+    overrides = ["parallel.tp=2", "engine.compile=true", "engine.activation_memory_budget=0.25"]
+    result = runs("compiled", 2, MEGATRON, *overrides, worker=_train_compiled)
+    _close(result.rows, reference)
+    assert result.rows[0]["parity/log_prob_gap_max"] <= 1e-5
+
+
+def _train_compiled(arguments: list[str]) -> None:
+    """Without the kernels of torch's own compiler, which would be made for minutes on a CPU."""
+    torch.compile = partial(torch.compile, backend="aot_eager_decomp_partition")
+    train_rank(arguments)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 
 def test_resumed_on_another_engine_and_layout(runs, reference):
