@@ -30,6 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megadiff.config.schema import Config
 from megadiff.engines.compiling import compile_blocks
+from megadiff.engines.fp8 import check_torchao, multiply_in_fp8
 from megadiff.engines.gathering import gather_rows, local
 from megadiff.engines.lora import (
     build_adapters,
@@ -222,6 +223,7 @@ def _row_group(parameters: Sequence[DTensor]) -> dist.ProcessGroup | None:
 def check_installed(config: Config) -> None:
     """Raises ValueError, before anything is started, for another VeOmni, or a GPU not meant."""
     check_version("veomni", tested=TESTED_VERSIONS)
+    check_torchao(config)
     if config.run.device == "cpu" and torch.cuda.is_available():
         raise ValueError(
             "run.device=cpu, but VeOmni takes the GPU that it sees; "
@@ -258,6 +260,8 @@ def _build_transformer(
         parameters[name].requires_grad_(False)
     if adapters:
         adapt_linears(model, adapters)
+    if config.engine.fp8 != "none":
+        multiply_in_fp8(model, plan, scaling=config.engine.fp8)
 
     if is_veomnis:
         adapter.adapt_veomni_module(model)
