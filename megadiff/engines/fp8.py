@@ -59,11 +59,10 @@ def check_torchao(config: Config) -> None:
         return  # torch multiplies in FP8 on a CPU too, slowly
     capability = torch.cuda.get_device_capability()
     if capability < FP8_CAPABILITY:
-        wanted = ".".join(map(str, FP8_CAPABILITY))
-        found = ".".join(map(str, capability))
+        major, minor = capability
         raise ValueError(
-            f"engine.fp8={fp8} needs a GPU of compute capability {wanted} or more, this one has "
-            f"{found}; set engine.fp8=none"
+            f"engine.fp8={fp8} needs a GPU of compute capability 8.9 or more, this one has "
+            f"{major}.{minor}; set engine.fp8=none"
         )
 
 
@@ -87,11 +86,12 @@ def check_fp8_fits(config: Config, adapter: ModelAdapter) -> None:
 
 def misfits(shapes: Shapes, plan: ParallelPlan) -> list[str]:
     """Describe the weights, of those FP8 would multiply, that have a size it does not take."""
-    return [
-        f"{name} {tuple(shapes[name])}"
-        for name in plan.fp8_weights(shapes)
-        if any(size % FP8_MULTIPLE for size in shapes[name])
-    ]
+    odd = []
+    for name in plan.fp8_weights(shapes):
+        rows, columns = shapes[name]
+        if rows % FP8_MULTIPLE or columns % FP8_MULTIPLE:
+            odd.append(f"{name} {rows} × {columns}")
+    return odd
 
 
 def scaling_config(scaling: str) -> Float8LinearConfig:

@@ -1,10 +1,10 @@
 """Compute matrix products in FP8 in a replica's blocks, with e4m3 copies of bfloat16 weights.
 
 Weights are scaled by row (an output feature), inputs by token, both to their largest magnitude and
-by powers of two. The trainer's FP8 (engines/fp8.py) rounds to the same numbers, whether it scales by
-rows or whole tensors. Products are `torch._scaled_mm`'s, with the fast sums that the trainer's
-forward has too. The bfloat16 weight is pushed, fingerprinted and wrapped by LoRA; in place, only the
-copy stays after that. LoRA's own products stay in bfloat16.
+by powers of two. The trainer's FP8 (engines/fp8.py) rounds to the same numbers, whether it scales
+by rows or whole tensors. Products are `torch._scaled_mm`'s, with the fast sums that the trainer's
+forward has too. The bfloat16 weight is pushed, fingerprinted and wrapped by LoRA; in place, only
+the copy stays after that. LoRA's own products stay in bfloat16.
 """
 
 from __future__ import annotations

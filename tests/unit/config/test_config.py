@@ -225,7 +225,8 @@ def test_a_judge_does_not_sleep_while_samples_are_drawn_ahead(base):
 def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
     fp8 = "engine={fp8: tensorwise, dtype: bfloat16}"
     with pytest.raises(
-        ConfigError, match="lora.rank=4 with engine.fp8=tensorwise.*set engine.fp8=none, or lora.rank=0"
+        ConfigError,
+        match="lora.rank=4 with engine.fp8=tensorwise.*set engine.fp8=none, or lora.rank=0",
     ):
         validate(load_config([base, "lora.rank=4", fp8]), dp=1)
     validate(load_config([base, fp8]), dp=1)

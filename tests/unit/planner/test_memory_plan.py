@@ -314,7 +314,9 @@ def test_what_training_would_refuse_is_listed_with_the_reason(plan):
     obstacles = {
         layout["obstacle"] for layout in only_veomni["layouts"] if layout["backend"] == "megatron"
     }
-    assert len(obstacles) == 1 and "engine.fp8=rowwise with engine.backend=megatron" in obstacles.pop()
+    assert (
+        len(obstacles) == 1 and "engine.fp8=rowwise with engine.backend=megatron" in obstacles.pop()
+    )
 
 
 def test_heads_must_divide(plan):
