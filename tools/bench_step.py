@@ -10,11 +10,11 @@ and stops it once --steps steps after --warmup are logged. A model folder that h
 (assets/qwen_image) is first filled with random weights in --scratch; --layers and --text-layers
 make it smaller. Prints a table and one JSON object: medians of every stage, samples/s, TFLOP/s a
 GPU of rollout and training (the model's own FLOPs: recomputation is not counted) and their share of
---peak-tflops, where a side multiplies in FP8 of --peak-fp8-tflops as well, peak memory of every phase beside what `megadiff plan` says of this config, parity
-gap, hardware, versions. Without a GPU it runs on the CPU. Exit codes: 0 done; 1 the run failed, or
-was not done after --timeout-s; 2 something asked for is wrong; 143 SIGTERM. With 1 and 143 the
-steps that were logged and the ends of all logs are shown, and nothing that was started is left
-running.
+--peak-tflops, where a side multiplies in FP8 of --peak-fp8-tflops as well, peak memory of every
+phase beside what `megadiff plan` says of this config, parity gap, hardware, versions. Without a GPU
+it runs on the CPU. Exit codes: 0 done; 1 the run failed, or was not done after --timeout-s; 2
+something asked for is wrong; 143 SIGTERM. With 1 and 143 the steps that were logged and the ends of
+all logs are shown, and nothing that was started is left running.
 """
 
 from __future__ import annotations
