@@ -10,11 +10,11 @@ and stops it once --steps steps after --warmup are logged. A model folder that h
 (assets/qwen_image) is first filled with random weights in --scratch; --layers and --text-layers
 make it smaller. Prints a table and one JSON object: medians of every stage, samples/s, TFLOP/s a
 GPU of rollout and training (the model's own FLOPs: recomputation is not counted) and their share of
---peak-tflops, peak memory of every phase beside what `megadiff plan` says of this config, parity
-gap, hardware, versions. Without a GPU it runs on the CPU. Exit codes: 0 done; 1 the run failed, or
-was not done after --timeout-s; 2 something asked for is wrong; 143 SIGTERM. With 1 and 143 the
-steps that were logged and the ends of all logs are shown, and nothing that was started is left
-running.
+--peak-tflops, where a side multiplies in FP8 of --peak-fp8-tflops as well, peak memory of every
+phase beside what `megadiff plan` says of this config, parity gap, hardware, versions. Without a GPU
+it runs on the CPU. Exit codes: 0 done; 1 the run failed, or was not done after --timeout-s; 2
+something asked for is wrong; 143 SIGTERM. With 1 and 143 the steps that were logged and the ends of
+all logs are shown, and nothing that was started is left running.
 """
 
 from __future__ import annotations
@@ -165,12 +165,20 @@ def figures(
         "tflops_per_gpu": rates,
         "mfu": {stage: rate / options.peak_tflops for stage, rate in rates.items()},
         "peak_tflops": options.peak_tflops,
+        **_fp8_rates(rates, config, options),
         "peak_gib": max(row["memory/peak_gib"] for row in rows),
         "grad_norm": _median(rows, "optim/grad_norm"),
         "clip_fraction": statistics.fmean(row.get("policy/clip_fraction", 0.0) for row in rows),
         "zero_std_ratio": statistics.fmean(row["reward/zero_std_ratio"] for row in rows),
         "sync_gib": _median(rows, "sync/gib"),
     }
+
+
+def _fp8_rates(rates: dict[str, float], config: Config, options: argparse.Namespace) -> dict:
+    """Return the share of FP8's peak, of the sides that multiply in FP8; {} without any."""
+    uses = {"rollout": config.rollout.fp8, "train": config.engine.fp8 != "none"}
+    shares = {stage: rate / options.peak_fp8_tflops for stage, rate in rates.items() if uses[stage]}
+    return {"mfu_fp8": shares, "peak_fp8_tflops": options.peak_fp8_tflops} if shares else {}
 
 
 def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]:
@@ -244,6 +252,9 @@ def table(report: dict) -> str:
         "rank; "
         f"{report['start_s']:.0f} s to the first step\n"
     )
+    if shares := report.get("mfu_fp8"):
+        text = ", ".join(f"{stage} {share:.0%}" for stage, share in shares.items())
+        lines.append(f"MFU of FP8's {report['peak_fp8_tflops']:g} TFLOP/s: {text}\n")
     if report["zero_std_ratio"]:
         lines.append(
             f"{100 * report['zero_std_ratio']:.2g} % of the groups have equal rewards. "
@@ -422,6 +433,12 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=761.0,
         help="what MFU is of; by default an H200's bfloat16 matrix products",
+    )
+    parser.add_argument(
+        "--peak-fp8-tflops",
+        type=float,
+        default=1204.0,
+        help="likewise in FP8; by default an H200's linears, forward and backward",
     )
     parser.add_argument(
         "--scratch", help="folder with room for the weights; by default the system's"

@@ -23,6 +23,16 @@ def log_to_stderr(rank: int = 0) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+def quiet_imports() -> None:
+    """Silence notes of libraries at import that tell a user nothing, before they are imported.
+
+    torchao lists kernels of other GPUs, diffusers asks it for a class that moved, and torch says
+    how torchao should register its enums.
+    """
+    for noisy in ("torchao", "diffusers.quantizers.torchao", "torch.utils._pytree"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
 def show_crashes() -> None:
     """Show on stderr, at a crash below Python, what every thread was doing; also of children."""
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")

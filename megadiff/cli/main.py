@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 import megadiff
-from megadiff.cli.console import leave, show_crashes
+from megadiff.cli.console import leave, quiet_imports, show_crashes
 from megadiff.process.doors import near
 from megadiff.process.garbage import collection_paused
 
@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         # It would kill the process, and imports take seconds. BuildWatch hears it afterwards.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
+    quiet_imports()
     name, _ = COMMANDS[command]  # no other is imported: most take seconds
     with collection_paused():
         module = importlib.import_module(name)

@@ -111,7 +111,11 @@ class EngineConfig:
     compile: bool = key(
         False, "Compile the blocks, which takes a minute at the first microbatch of each kind."
     )
-    fp8: str = key("none", "megatron multiplies matrices in FP8.", choices=("none", "hybrid"))
+    fp8: str = key(
+        "none",
+        "Blocks multiply in FP8, scaled by whole tensors or, with veomni, by rows.",
+        choices=("none", "tensorwise", "rowwise"),
+    )
     offload_idle: bool = key(
         True, "Of several components on GPUs, idle ones keep their optimizer state on the host."
     )

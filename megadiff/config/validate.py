@@ -30,8 +30,10 @@ BOUNDS = {  # name in the schema → (what breaks it, that comparison's sign, th
 # Refused and not ignored: a run would not be what its config says.
 ONE_BACKEND_ONLY = {  # key → (the engine.backend that has it, its value under another)
     "parallel.tp": ("megatron", 1),
-    "engine.fp8": ("megatron", "none"),
     "parallel.dp_replicate": ("veomni", 1),
+}
+RENAMED_VALUES = {  # (key, refused value) → what to write instead
+    ("engine.fp8", "hybrid"): "tensorwise",
 }
 WITHOUT_USE_IN_SFT = {  # key → the value that it must have
     "algorithm.kl_coef": 0,
@@ -134,6 +136,8 @@ def _check_number(key: str, value: object) -> None:
 
 
 def _check_rules(key: str, value: Any, rules: Mapping[str, Any]) -> None:
+    if isinstance(value, str) and (name := RENAMED_VALUES.get((key, value))):
+        raise ConfigError(f"{key}={value} is now {key}={name}; set {key}={name}")
     choices = rules.get("choices")
     if choices and value not in choices:
         raise ConfigError(f"{key}={value!r} is not one of {', '.join(choices)}; set one of them")
@@ -224,6 +228,11 @@ def _check_engine(config: Config) -> None:
                 f"set {key}={neutral}, or engine.backend={backend}"
             )
 
+    if engine.fp8 == "rowwise" and engine.backend == "megatron":
+        raise ConfigError(
+            "engine.fp8=rowwise with engine.backend=megatron: Transformer Engine scales whole "
+            "tensors; set engine.fp8=tensorwise, or engine.backend=veomni"
+        )
     if engine.fp8 != "none" and engine.dtype != "bfloat16":
         raise ConfigError(
             f"engine.fp8={engine.fp8} with engine.dtype={engine.dtype}: what is not in FP8 is in "

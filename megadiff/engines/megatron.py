@@ -13,6 +13,7 @@ megatron-core's version is here, in flat_ranges.py and in parallel/. How gradien
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -268,7 +269,11 @@ def check_installed(config: Config) -> None:
 
 
 def _prepare_import() -> None:
-    """Silence megatron-core's notes on optional packages, buckets and torch's older names."""
+    """Silence megatron-core's notes on optional packages, buckets and torch's older names.
+
+    Transformer Engine reads once, at import, that scales are powers of two: see engines/fp8.py.
+    """
+    os.environ.setdefault("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1")
     logging.getLogger("megatron").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     warnings.filterwarnings(

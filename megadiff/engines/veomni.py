@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -30,7 +29,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megadiff.config.schema import Config
 from megadiff.engines.compiling import compile_blocks
-from megadiff.engines.gathering import gather_rows, local
+from megadiff.engines.fp8 import check_torchao, multiply_in_fp8
+from megadiff.engines.gathering import gather_rows, local, row_group
 from megadiff.engines.lora import (
     build_adapters,
     check_source,
@@ -164,7 +164,7 @@ class VeOmniEngine(ShardedEngine):
 
     def _full_weights(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
         parameters = [self._parameters[name] for name in names]
-        if group := _row_group(parameters):
+        if group := row_group(parameters):
             shards = [local(parameter.detach()) for parameter in parameters]
             return gather_rows(shards, [parameter.shape for parameter in parameters], dtype, group)
         return [_full_weight(parameter, dtype) for parameter in parameters]
@@ -201,27 +201,10 @@ def _full_weight(parameter: DTensor, dtype: torch.dtype) -> Tensor:
     return tensor.clone() if is_policy else tensor
 
 
-def _row_group(parameters: Sequence[DTensor]) -> dist.ProcessGroup | None:
-    """Return the ranks that share the rows of all these parameters.
-
-    None where the parameters are sharded in different ways, or one rank has all rows.
-    """
-    layouts = {(parameter.device_mesh, parameter.placements) for parameter in parameters}
-    mesh, placements = layouts.pop()
-    dims = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
-    if (
-        not layouts
-        and len(dims) == 1
-        and placements[dims[0]].is_shard(0)
-        and mesh.size(dims[0]) > 1
-    ):
-        return mesh.get_group(dims[0])
-    return None
-
-
 def check_installed(config: Config) -> None:
     """Raises ValueError, before anything is started, for another VeOmni, or a GPU not meant."""
     check_version("veomni", tested=TESTED_VERSIONS)
+    check_torchao(config)
     if config.run.device == "cpu" and torch.cuda.is_available():
         raise ValueError(
             "run.device=cpu, but VeOmni takes the GPU that it sees; "
@@ -258,6 +241,8 @@ def _build_transformer(
         parameters[name].requires_grad_(False)
     if adapters:
         adapt_linears(model, adapters)
+    if config.engine.fp8 != "none":
+        multiply_in_fp8(model, plan, scaling=config.engine.fp8)
 
     if is_veomnis:
         adapter.adapt_veomni_module(model)

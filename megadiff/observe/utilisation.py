@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 # Dense bfloat16 products with float32 sums, TFLOP/s, as NVIDIA's data sheets have them. Of names
@@ -16,6 +18,8 @@ PEAK_TFLOPS = {
     "NVIDIA H200": 989.4,
     "NVIDIA L40S": 362.0,
 }
+# dense FP8 products to bfloat16's, in the same data sheets
+FP8_SPEED = 2
 STAGES = {"rollout": "time/rollout_s", "train": "time/train_s"}
 
 
@@ -27,12 +31,15 @@ def peak_tflops(device: torch.device) -> float | None:
     return next((peak for start, peak in PEAK_TFLOPS.items() if name.startswith(start)), None)
 
 
-def utilisation(metrics: dict[str, float], peak: float | None) -> dict[str, float]:
+def utilisation(
+    metrics: dict[str, float], peak: float | None, *, in_fp8: Collection[str] = ()
+) -> dict[str, float]:
     """Return `metrics` with rates in place of a step's work.
 
     perf/tflop_{rollout,train}: the work of one device, in TFLOP. It becomes perf/tflops_* (a
-    second) and, where the peak is known, perf/mfu_* from 0 to 1. What is computed twice, such as
-    activations or old log_probs, is no work of the model and does not count.
+    second) and, where the peak is known, perf/mfu_* from 0 to 1, of bfloat16's peak. What is
+    computed twice, such as activations or old log_probs, is no work of the model and does not
+    count. in_fp8: stages that multiply in FP8; they have perf/mfu_fp8_* as well, of FP8's peak.
     """
     rated = dict(metrics)
     for stage, seconds in STAGES.items():
@@ -43,4 +50,6 @@ def utilisation(metrics: dict[str, float], peak: float | None) -> dict[str, floa
         rated[f"perf/tflops_{stage}"] = work / metrics[seconds]
         if peak is not None:
             rated[f"perf/mfu_{stage}"] = work / metrics[seconds] / peak
+            if stage in in_fp8:
+                rated[f"perf/mfu_fp8_{stage}"] = rated[f"perf/mfu_{stage}"] / FP8_SPEED
     return rated

@@ -27,8 +27,6 @@ from megadiff.parallel.regions import (
     sum_over_group,
 )
 
-FP8_MULTIPLE = 16  # FP8 matrix products take sizes that are multiples of it
-
 
 def check_transformer_engine(fp8: str) -> None:
     """Raise ValueError when Transformer Engine is not installed."""
@@ -51,8 +49,8 @@ def layer_config(axes: TokenAxes, *, dtype: torch.dtype, fp8: str) -> Transforme
             raise ValueError(
                 f"engine.fp8={fp8} takes bfloat16 tensors, not {dtype}; set engine.dtype=bfloat16"
             )
-        # tensorwise: scaled by each tensor's present maximum
-        fp8_settings = {"fp8": fp8, "fp8_recipe": "tensorwise"}
+        # as torchao's: e4m3 in forward, e5m2 for gradients, scaled by a tensor's present maximum
+        fp8_settings = {"fp8": "hybrid", "fp8_recipe": fp8}
 
     return TransformerConfig(
         # these three describe a whole language model: they must be there, and are not read

@@ -35,6 +35,8 @@ SHARDED_DIM: dict[str, dict[str, int]] = {
     "replicated": {},
 }
 LINEAR_KINDS = ("column", "row")  # that LoRA can wrap and FP8 can multiply
+FP8_MULTIPLE = 16  # FP8 matrix products take sizes that are multiples of it
+FP8_CAPABILITY = (8, 9)  # of the first GPUs that multiply in FP8 (Ada)
 # end of a component's name in front of its frozen weights when they are sent: a group of their own
 FROZEN = "~frozen"
 
@@ -213,6 +215,18 @@ class ParallelPlan:
     def frozen_names(self, names: Iterable[str]) -> set[str]:
         """Return the parameters that are never trained, low-rank pairs left out."""
         return _matched([name for name in names if not is_lora(name)], self.frozen)
+
+    def fp8_weights(self, names: Iterable[str]) -> list[str]:
+        """Return the weights that FP8 multiplies: of the blocks' attention and MLPs.
+
+        These see every token. names: of one component's parameters.
+        """
+        kinds = self.kinds(name for name in names if not is_lora(name))
+        return [
+            name
+            for name, kind in kinds.items()
+            if kind in LINEAR_KINDS and name.endswith(".weight") and self.block_of(name) is not None
+        ]
 
     def sent_names(self, component: str, names: Iterable[str]) -> dict[str, str]:
         """Return parameter → its name on the way to replicas, with the component in front."""

@@ -25,7 +25,6 @@ from torch import nn
 from megadiff.parallel import megatron_cpu
 from megadiff.parallel.attention import TokenAttention, TokenAxes
 from megadiff.parallel.linear import (
-    FP8_MULTIPLE,
     AcrossHeadsNorm,
     ColumnLinear,
     ModulationLinear,
@@ -37,7 +36,14 @@ from megadiff.parallel.linear import (
 )
 from megadiff.parallel.lora import Adapters, adapt, adapt_linears, lora_shapes
 from megadiff.parallel.mesh import Mesh
-from megadiff.parallel.plan import LORA_A, LORA_B, ParallelPlan, Placement, is_lora
+from megadiff.parallel.plan import (
+    FP8_MULTIPLE,
+    LORA_A,
+    LORA_B,
+    ParallelPlan,
+    Placement,
+    is_lora,
+)
 from megadiff.parallel.recompute import recompute_blocks
 from megadiff.parallel.regions import group_of
 from megadiff.parallel.tokens import split_tokens
@@ -114,7 +120,7 @@ def parallelize(
     sequence_parallel: split tokens over tp as well (nothing at tp=1).
     activation_memory_budget: fraction of the blocks that keep their activations. The others
     compute them again in backward.
-    fp8: "" or "hybrid", for the matrix products of the blocks' column and row layers; all else
+    fp8: "" or "tensorwise", for the matrix products of the blocks' column and row layers; all else
     stays in dtype.
     adapters: LoRA, not with fp8; then it alone is trained.
     compile_blocks: compiles the module's blocks, in place. Without fp8 each block is then one graph

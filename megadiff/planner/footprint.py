@@ -20,7 +20,6 @@ from megadiff.parallel.mesh import Layout
 from megadiff.planner.activation_memory import activation_bytes
 from megadiff.planner.engine_memory import FLOAT32, ModelShape, Placing
 from megadiff.planner.work import Machine, num_passes, stream_itemsize, work_of
-from megadiff.rollout.worker.fp8 import fp8_targets
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.train.sampling import sampling_of
 from megadiff.types import DTYPES
@@ -129,7 +128,7 @@ def _working_bytes(config: Config, model: ModelShape, machine: Machine, text_tok
 
 def _fp8_bytes(config: Config, model: ModelShape) -> tuple[int, int]:
     """Return the bytes of the FP8 copies and of the weights they are copies of."""
-    shapes = [model.shapes[name] for name in fp8_targets(model.shapes, model.plan)]
+    shapes = [model.shapes[name] for name in model.plan.fp8_weights(model.shapes)]
     num_elements = sum(map(math.prod, shapes))
     num_rows = sum(shape[0] for shape in shapes)
     num_components = len(model.adapter.components)

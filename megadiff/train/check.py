@@ -15,6 +15,7 @@ from megadiff.config.validate import validate
 from megadiff.data.images import ImageSource, open_images
 from megadiff.data.prompts import load_prompts
 from megadiff.diffusion.schedule import check_window
+from megadiff.engines.fp8 import check_fp8_fits
 from megadiff.engines.lora import check_start
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
@@ -141,6 +142,7 @@ def _checked_adapter(
             logger.warning("%s", warning)
     check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)
     check_start(config.lora, adapter)
+    check_fp8_fits(config, adapter)
 
     # replicas split the same heads, by a size of their own
     if adapter.num_heads % config.rollout.tp:

@@ -71,6 +71,8 @@ class Recorder:
         self.memory = memory
         self.recorded_step = 0  # the last one whose metrics this rank has written
         self._peak_tflops = peak_tflops(mesh.device)
+        uses_fp8 = {"rollout": config.rollout.fp8, "train": config.engine.fp8 != "none"}
+        self._in_fp8 = [stage for stage, uses in uses_fp8.items() if uses]
 
     def start(self, step: int) -> None:
         """Log the figures of the untrained policy as step 0, before a run that evaluates.
@@ -95,7 +97,7 @@ class Recorder:
         figures: equal on every rank but for seconds. samples: called where images are due.
         """
         metrics = {**figures, **self.timers.pop(), **self._memory()}
-        metrics = utilisation(metrics, self._peak_tflops)
+        metrics = utilisation(metrics, self._peak_tflops, in_fp8=self._in_fp8)
         num_samples = self.config.train.prompts_per_step * self.config.algorithm.group_size
         metrics["perf/samples_per_s"] = num_samples / metrics["time/step_s"]
 

@@ -53,6 +53,7 @@ def build(
     lora_start: Path | str = "",
     budget: float = 0.5,
     compiled: bool = False,
+    fp8: str = "none",
     float32_streams: bool = False,
     device: str = "cpu",
     adapter: ModelAdapter | None = None,
@@ -78,6 +79,7 @@ def build(
     config.engine.backend, config.engine.dtype = backend, dtype
     config.engine.activation_memory_budget = budget
     config.engine.compile = compiled
+    config.engine.fp8 = fp8
     config.optim.lr, config.optim.weight_decay, config.optim.max_grad_norm = (
         lr,
         weight_decay,

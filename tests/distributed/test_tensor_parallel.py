@@ -204,7 +204,7 @@ def _refusal_worker(pipeline: Path) -> None:
         patch("importlib.util.find_spec", lambda name: None),
         pytest.raises(ValueError, match="which is not installed"),
     ):
-        layer_config(axes, dtype=torch.bfloat16, fp8="hybrid")
+        layer_config(axes, dtype=torch.bfloat16, fp8="tensorwise")
 
 
 def _result(

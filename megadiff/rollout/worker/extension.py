@@ -32,7 +32,7 @@ from megadiff.process.identity import device_name, host_name
 from megadiff.process.lifeline import exit_with
 from megadiff.process.title import set_title
 from megadiff.rollout.spec import process_title
-from megadiff.rollout.worker.fp8 import Fp8Linears, fp8_targets
+from megadiff.rollout.worker.fp8 import Fp8Linears
 from megadiff.rollout.worker.freed_weights import FreedWeights, ParkedWeights
 from megadiff.rollout.worker.lora import WRAPPED, PolicyLora
 from megadiff.rollout.worker.weight_feed import Pairs, WeightFeed
@@ -265,7 +265,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         for component in self._components:
             prefix = f"{component}."
             names = [name for name in self._places if name.startswith(prefix)]
-            targets = fp8_targets((name.removeprefix(prefix) for name in names), self._adapter.plan)
+            targets = self._adapter.plan.fp8_weights(name.removeprefix(prefix) for name in names)
             served = {module_of(self._places[prefix + name].parameter) for name in targets}
             layers |= {name: self._pipeline.get_submodule(name) for name in sorted(served)}
         return layers

@@ -1,27 +1,25 @@
 """Compute matrix products in FP8 in a replica's blocks, with e4m3 copies of bfloat16 weights.
 
-Weights are scaled by row (an output feature), inputs by token, both at the largest magnitude.
-Products accumulate in float32 (`torch._scaled_mm`, compute capability 8.9 and higher). The bfloat16
-weight is pushed, fingerprinted and wrapped by LoRA; in place, only the copy stays after that.
-LoRA's own products stay in bfloat16.
+Weights are scaled by row (an output feature), inputs by token, both to their largest magnitude and
+by powers of two. The trainer's FP8 (engines/fp8.py) rounds to the same numbers, whether it scales
+by rows or whole tensors. Products are `torch._scaled_mm`'s, with the fast sums that the trainer's
+forward has too. The bfloat16 weight is pushed, fingerprinted and wrapped by LoRA; in place, only
+the copy stays after that. LoRA's own products stay in bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megadiff.parallel.plan import LINEAR_KINDS, ParallelPlan
+from megadiff.parallel.plan import FP8_CAPABILITY, FP8_MULTIPLE
 from megadiff.rollout.worker.freed_weights import FreedWeights
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-# of the first GPUs that multiply in FP8 (Ada)
-CAPABILITY = (8, 9)
-MULTIPLE = 16  # the kernel wants both dimensions of a weight to be multiples of it
 
 
 class Fp8Linears:
@@ -97,7 +95,13 @@ def fp8_linear(
     """
     quantized, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
     y = torch._scaled_mm(
-        quantized, weight_ON.T, scale_a=scale, scale_b=scale_1O, out_dtype=torch.bfloat16
+        quantized,
+        weight_ON.T,
+        scale_a=scale,
+        scale_b=scale_1O,
+        out_dtype=torch.bfloat16,
+        # exact sums by rows are several times slower on Hopper
+        use_fast_accum=True,
     )
     y = y.unflatten(0, x.shape[:-1])
     return y if bias is None else y + bias
@@ -106,26 +110,15 @@ def fp8_linear(
 def quantize_rows(x_RN: Tensor) -> tuple[Tensor, Tensor]:
     """Return e4m3 [R, N] and float32 scales [R, 1], with x = quantized × scale.
 
-    A row's largest magnitude becomes e4m3's largest.
+    A row's largest magnitude becomes more than half of e4m3's largest. As torchao computes it.
     """
     x = x_RN.float()
-    # at least 1e-12, so that a row of zeros is not divided by zero
-    scale_R1 = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
-    # e4m3 has no infinity: what a rounded quotient has beyond the largest number would become NaN.
-    return (x / scale_R1).clamp_(-LARGEST, LARGEST).to(FP8), scale_R1
-
-
-def fp8_targets(names: Iterable[str], plan: ParallelPlan) -> list[str]:
-    """Return the weights of the blocks' attention and MLPs, which see every token.
-
-    names: those of one component's weights, as in diffusers.
-    """
-    kinds = plan.kinds(names)
-    return [
-        name
-        for name, kind in kinds.items()
-        if kind in LINEAR_KINDS and name.endswith(".weight") and plan.block_of(name) is not None
-    ]
+    # at least 1e-12, so that nothing is divided by zero for a row of zeros
+    ratio_R1 = LARGEST / x.abs().amax(-1, keepdim=True).clamp_min(1e-12)
+    factor_R1 = torch.exp2(torch.floor(torch.log2(ratio_R1)))
+    # e4m3 has no infinity: what a rounded product has beyond the largest number would become NaN
+    quantized = (x * factor_R1).clamp_(-LARGEST, LARGEST).to(FP8)
+    return quantized, factor_R1.reciprocal()
 
 
 def _check(name: str, weight: Tensor) -> None:
@@ -135,15 +128,15 @@ def _check(name: str, weight: Tensor) -> None:
             "model.dtype=bfloat16"
         )
 
-    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < CAPABILITY:
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < FP8_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(weight.device)
         raise ValueError(
             "FP8 products need a GPU of compute capability 8.9 or more, this one has "
             f"{major}.{minor}"
         )
 
-    if any(size % MULTIPLE for size in weight.shape):
+    if any(size % FP8_MULTIPLE for size in weight.shape):
         raise ValueError(
-            f"FP8 products need weights whose sizes are multiples of {MULTIPLE}, {name} is "
+            f"FP8 products need weights whose sizes are multiples of {FP8_MULTIPLE}, {name} is "
             f"{tuple(weight.shape)}; set rollout.fp8=false"
         )

@@ -143,14 +143,20 @@ def test_what_the_user_must_give(tmp_path):
             ),
         ),
         (
-            "engine.fp8=hybrid",
+            "engine={backend: megatron, fp8: hybrid, dtype: bfloat16}",
             1,
-            r"engine.fp8=hybrid with engine.backend=veomni.*set engine.fp8=none",
+            r"engine.fp8=hybrid is now engine.fp8=tensorwise; set engine.fp8=tensorwise",
+        ),
+        ("engine.fp8=blockwise", 1, r"'blockwise' is not one of none, tensorwise, rowwise"),
+        (
+            "engine={backend: megatron, fp8: rowwise, dtype: bfloat16}",
+            1,
+            r"engine.fp8=rowwise with engine.backend=megatron.*set engine.fp8=tensorwise, or",
         ),
         (
-            "engine={backend: megatron, fp8: hybrid, dtype: float32}",
+            "engine={fp8: tensorwise, dtype: float32}",
             1,
-            r"engine.fp8=hybrid with engine.dtype=float32",
+            r"engine.fp8=tensorwise with engine.dtype=float32",
         ),
         ("rollout={sleep: true}", 1, "rollout.sleep='True' is not one of auto, always, never"),
         (
@@ -217,9 +223,10 @@ def test_a_judge_does_not_sleep_while_samples_are_drawn_ahead(base):
 
 
 def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
-    fp8 = "engine={backend: megatron, fp8: hybrid, dtype: bfloat16}"
+    fp8 = "engine={fp8: tensorwise, dtype: bfloat16}"
     with pytest.raises(
-        ConfigError, match="lora.rank=4 with engine.fp8=hybrid.*set engine.fp8=none, or lora.rank=0"
+        ConfigError,
+        match="lora.rank=4 with engine.fp8=tensorwise.*set engine.fp8=none, or lora.rank=0",
     ):
         validate(load_config([base, "lora.rank=4", fp8]), dp=1)
     validate(load_config([base, fp8]), dp=1)

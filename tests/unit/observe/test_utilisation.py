@@ -18,6 +18,14 @@ def test_rates_take_the_place_of_work():
     }
 
 
+def test_stages_in_fp8_have_a_share_of_fp8s_peak_as_well():
+    """Which is twice bfloat16's."""
+    metrics = {"perf/tflop_rollout": 30.0, "perf/tflop_train": 8.0, "time/rollout_s": 3.0}
+    rated = utilisation(metrics | {"time/train_s": 4.0}, peak=20.0, in_fp8=["train"])
+    assert rated["perf/mfu_train"] == 0.1 and rated["perf/mfu_fp8_train"] == 0.05
+    assert "perf/mfu_fp8_rollout" not in rated
+
+
 def test_without_a_peak_or_seconds_there_is_no_share():
     assert utilisation({"perf/tflop_train": 8.0, "time/train_s": 4.0}, None) == {
         "time/train_s": 4.0,

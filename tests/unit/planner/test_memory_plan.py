@@ -309,12 +309,14 @@ def test_what_training_would_refuse_is_listed_with_the_reason(plan):
         for layout in refused
     )
     assert sizes(found["layouts"][found["pick"]]) == ("veomni", 2, 1, 2, 1)
-    only_megatron, _ = plan("engine.backend=megatron", "engine.fp8=hybrid", *SEPARATE)
-    assert only_megatron["layouts"][only_megatron["pick"]]["backend"] == "megatron"
+    only_veomni, _ = plan("engine.backend=veomni", "engine.fp8=rowwise", *SEPARATE)
+    assert only_veomni["layouts"][only_veomni["pick"]]["backend"] == "veomni"
     obstacles = {
-        layout["obstacle"] for layout in only_megatron["layouts"] if layout["backend"] == "veomni"
+        layout["obstacle"] for layout in only_veomni["layouts"] if layout["backend"] == "megatron"
     }
-    assert len(obstacles) == 1 and "engine.fp8=hybrid with engine.backend=veomni" in obstacles.pop()
+    assert (
+        len(obstacles) == 1 and "engine.fp8=rowwise with engine.backend=megatron" in obstacles.pop()
+    )
 
 
 def test_heads_must_divide(plan):

@@ -93,6 +93,17 @@ def test_figures_are_medians_and_rates(tiny_model):
     assert found["mfu"] == {"rollout": rollout / 0.5, "train": train / 0.5}
 
 
+def test_sides_in_fp8_are_held_against_fp8s_peak():
+    config = load_config(
+        [str(ROOT / "configs/quickstart.yaml"), "run.name=x", "engine.fp8=rowwise"]
+    )
+    rates = {"rollout": 380.0, "train": 602.0}
+    share = bench_step._fp8_rates(rates, config, Namespace(peak_fp8_tflops=1204.0))
+    assert share == {"mfu_fp8": {"train": 0.5}, "peak_fp8_tflops": 1204.0}
+    config.engine.fp8 = "none"
+    assert bench_step._fp8_rates(rates, config, Namespace(peak_fp8_tflops=1204.0)) == {}
+
+
 def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
     config = load_config(
         [str(ROOT / "configs/quickstart.yaml"), "run.name=x", f"model.path={tiny_model}"]

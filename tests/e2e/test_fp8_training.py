@@ -1,0 +1,31 @@
+"""A run whose trainer multiplies in FP8, by the command line and real replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.conftest import Trainer
+
+GAP = "parity/log_prob_gap_max"
+
+
+def test_a_run_trains_in_fp8_on_its_own_log_probs(trainer: Trainer, registry: Path) -> None:
+    """Replicas are in float32 here, so the gate sees all of FP8's rounding, and says what it does.
+
+    clip_range is 1e-4, the limit for replicas' log_probs half of it.
+    """
+    result = trainer.run(
+        "engine={fp8: tensorwise, dtype: bfloat16}",
+        "algorithm.old_log_prob=auto",
+        "rollout.mode=separate",
+        f"rollout.registry={registry}",
+        "train.num_steps=2",
+    )
+    assert result.code == 0, result.stderr
+    assert "24 linears multiply in FP8, scaled tensorwise" in result.stderr
+    assert "algorithm.old_log_prob=auto: old log_probs are the trainer's" in result.stderr
+
+    first, second = result.rows
+    assert 5e-5 < first[GAP] < 5e-2
+    assert second["step"] == 2
+    assert all(row["optim/grad_norm"] > 0 for row in (first, second))
