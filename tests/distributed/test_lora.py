@@ -52,6 +52,9 @@ LAYOUTS = {  # engine, world size, sizes of the axes, budget
     "veomni_dp2": ("veomni", 2, {}, 0.5),
     "veomni_sp2": ("veomni", 2, {"sp": 2}, 0.5),
     "veomni_hsdp2": ("veomni", 2, {"dp_replicate": 2}, 1.0),
+    "veomni_dp1_sharded": ("veomni", 1, {}, 1.0),
+    "veomni_dp2_sharded": ("veomni", 2, {}, 0.5),
+    "veomni_sp2_sharded": ("veomni", 2, {"sp": 2}, 0.5),
     "megatron_tp1": ("megatron", 1, {}, 0.5),
     "megatron_tp2_whole_tokens": ("megatron", 2, {"tp": 2, **WHOLE_TOKENS}, 0.5),
     "megatron_tp2": ("megatron", 2, {"tp": 2}, 1.0),
@@ -432,4 +435,12 @@ def _trainer(tiny_model: Path, layout: str) -> ComponentsEngine:
 
 def _engine(tiny_model: Path, layout: str, **options: object) -> ComponentsEngine:
     backend, _, sizes, budget = LAYOUTS[layout]
-    return build(tiny_model, sizes, backend=backend, budget=budget, lora=(RANK, ALPHA), **options)
+    return build(
+        tiny_model,
+        sizes,
+        backend=backend,
+        budget=budget,
+        lora=(RANK, ALPHA),
+        shared_base="never" if layout.endswith("_sharded") else "auto",
+        **options,
+    )
