@@ -128,6 +128,7 @@ class Work:
     accumulates: whether gradients stay whole on each rank between microbatches.
     keeps_average: whether the engine keeps a running average of the weights.
     compiled: whether blocks are.
+    shares_base: whether LoRA's base lies whole on the rank, for its replica too.
     """
 
     rows: int
@@ -142,6 +143,7 @@ class Work:
     accumulates: bool
     keeps_average: bool
     compiled: bool = False
+    shares_base: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +193,7 @@ def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
 
     Masters, gradients and moments are float32. What is frozen is in engine.dtype.
     """
-    base = _fsdp_elements(model, placing)
+    base = model.num_parameters if work.shares_base else _fsdp_elements(model, placing)
     lora = sum(fsdp_shard(shape, placing.shards) for shape in model.lora.values())
     trainable = sum(fsdp_shard(shape, placing.shards) for shape in model.trainable.values())
     trained = [fsdp_shard(shape, placing.shards) for shape in model.trained.values()]
@@ -218,14 +220,17 @@ def fsdp_shard(shape: Shape, shards: int) -> int:
 
 def _veomni_gathered(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
     """Count whole weights and gradients: of the model under accumulation, else block by block."""
+    # of a shared base nothing is gathered
+    gathered = model.lora if work.shares_base else model.shapes
     if training and work.accumulates:
         # Until the last backward reduces them. A rank's own gradients (Static.gradients) come
         # beside: a block frees memory on the stream that computes, and reduced shards are taken on
         # another.
-        return model.num_parameters * work.itemsize + FLOAT32 * model.num_trained
+        num_gathered = sum(map(math.prod, gathered.values()))
+        return num_gathered * work.itemsize + FLOAT32 * model.num_trained
 
     num_blocks = GATHERED_FORWARD + (0 if training else GATHERED_COPY)
-    units = model.units(model.shapes)
+    units = model.units(gathered)
     root_elements = units.pop(None, 0)
     elements = root_elements + num_blocks * max(units.values(), default=0)
     if not training:

@@ -185,7 +185,7 @@ def _parameter_starts(
                 f"{name} is {row['dtype']} {row['shape']}, the replica's is {parameter.dtype} "
                 f"{expected}; a mapped weight cannot be another"
             )
-        row_bytes = parameter[0].numel() * parameter.itemsize
+        row_bytes = math.prod(parameter.shape[1:]) * parameter.itemsize
         start = starts[name] - begin * row_bytes
         if found.setdefault(place.parameter, start) != start:
             raise ValueError(
@@ -224,5 +224,7 @@ def _map_file(path: Path, num_bytes: int, *, shared: bool) -> Tensor:
 
 
 def _view(flat: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return flat[start : start + num_bytes].view(dtype).view(*shape)
+    # a tensor of its own and no view of `flat`, which torch.compile would take into account
+    stride = torch.empty(shape, device="meta").stride()
+    tensor = torch.empty(0, dtype=dtype, device=flat.device)
+    return tensor.set_(flat.untyped_storage(), start // dtype.itemsize, shape, stride)

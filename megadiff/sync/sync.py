@@ -10,10 +10,11 @@ succeeded.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from megadiff.observe.metrics import stage_key
 from megadiff.parallel.collectives import raise_together
+from megadiff.parallel.plan import is_lora
 from megadiff.sync.bucket import Bucket
+from megadiff.sync.shared_base import MappedPush, SharedBase
 from megadiff.sync.transports.base import SyncError, Transport
 from megadiff.tensors.fingerprint import commit_digest, fingerprints
 from megadiff.tensors.lora_names import Box, lora_manifest, lora_modules, used_tensor, worker_box
@@ -67,6 +70,7 @@ class WeightSync:
     components, or with LoRA their LoRA tensors.
     transport: to this rank's replicas, which may be none. manifest: of the base weights. boxes: of
     the workers of all replicas that this rank shares.
+    shared_base: the frozen base where replicas map it: its buckets are named to them, not sent.
     seconds: of the last push on this rank: `gather` (waiting for buckets), `send` (waiting for
     replicas), `fingerprint` and `commit`.
     """
@@ -77,6 +81,7 @@ class WeightSync:
     boxes: WorkerBoxes
     bucket_bytes: int
     cpu_group: dist.ProcessGroup
+    shared_base: SharedBase | None = None
     version: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     _num_bytes: int = field(init=False, default=0)
@@ -110,6 +115,13 @@ class WeightSync:
             self.version = version
             seconds = {stage_key(f"sync_{stage}"): value for stage, value in self.seconds.items()}
         return {"sync/gib": self._num_bytes / 2**30, **seconds}
+
+    def wake(self) -> None:
+        """Push at the next push() whatever its version, and what has changed alone.
+
+        So replicas wake up that slept and kept the weights, as those with a shared base do.
+        """
+        self.version = None
 
     def forget(self) -> None:
         """Bring everything at the next push, whatever its version, as after Fleet.sleep()."""
@@ -150,12 +162,13 @@ class WeightSync:
         error: BaseException | None = None
         try:
             sending = thread.submit(self.transport.begin, version, manifest, self.engine.lora)
+            send = self._sender(manifest)
 
             # To the end, even after an error: the other ranks are in the same collectives.
             for bucket in self._gathered(manifest):
                 error = error or self._outcome(sending, "send")
                 if not error and self.transport.targets:
-                    sending = thread.submit(self.transport.send, bucket)
+                    sending = thread.submit(send, bucket)
                     with self._timer("fingerprint"):  # while the bucket travels
                         sent.add(bucket)
             error = error or self._outcome(sending, "send")
@@ -182,6 +195,21 @@ class WeightSync:
             except Exception as failure:
                 error = error or failure
         return error
+
+    def _sender(self, manifest: Manifest) -> Callable[[Bucket], None]:
+        """Return what brings a bucket to the targets: its bytes, or of a shared base its place."""
+        if self.shared_base is None or all(map(is_lora, manifest)):
+            return self.transport.send
+        mapped = MappedPush(self.shared_base, self.transport.targets)
+
+        def send(bucket: Bucket) -> None:
+            if is_lora(bucket[0][0]):  # a bucket is of one kind
+                self.transport.send(bucket)
+            else:
+                call = partial(mapped.send, bucket=bucket)
+                self.transport.wait(self.transport.start(call))
+
+        return send
 
     def _gathered(self, manifest: Manifest) -> Iterator[Bucket]:
         # Sorted, as every rank must gather in the same order.
