@@ -114,7 +114,7 @@ class RolloutPipelineMixin:
         return TransformerCall(forward=forward, dtype=self.od_config.dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-        """Load weights as vllm-omni does; of a mapped base there are none, and it counts as there."""
+        """Load weights as vllm-omni does. A mapped base has none to load and counts as loaded."""
         loaded = super().load_weights(weights)  # type: ignore[misc]  # vllm-omni's
         if not self.maps_base:
             return loaded

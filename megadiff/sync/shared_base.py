@@ -25,7 +25,7 @@ from megadiff.models.served_names import ServedNames, ServedPlace, ServedPlaces,
 from megadiff.process.allocator import fixed_segments
 from megadiff.sync.bucket import ALIGNMENT, Bucket, bucket_manifest
 from megadiff.sync.transports import cuda_ipc
-from megadiff.sync.transports.base import PushTarget
+from megadiff.sync.transports.base import PushTarget, Transport
 from megadiff.sync.transports.shared_memory import FOLDER, bucket_file, locate
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import DTYPES, JsonObject, Shapes, Tensors
@@ -102,21 +102,25 @@ class SharedBase:
 class MappedPush:
     """Tell targets in one push where the base lies, in place of sending it."""
 
-    def __init__(self, base: SharedBase, targets: Sequence[PushTarget]) -> None:
+    def __init__(self, base: SharedBase, transport: Transport) -> None:
+        """Address the transport's targets, each of which gets a handle of its own."""
         self._base = base
-        # here and not in send(): on a GPU it belongs to the main thread's current device
-        self._memory = {target.name: base.memory() for target in targets}
+        self._transport = transport
+        # here and not in send(), which other threads call: a GPU is a thread's own choice
+        self._memory = {target.name: base.memory() for target in transport.targets}
 
-    def send(self, target: PushTarget, bucket: Bucket) -> None:
-        """Ask a target to map the bucket's tensors."""
-        target.weights_bucket(
-            {
-                "transport": MAPPED,
-                "tensors": bucket_manifest(bucket),
-                "starts": self._base.starts(bucket),
-                "memory": self._memory[target.name],
-            }
-        )
+    def send(self, bucket: Bucket) -> None:
+        """Let every target map the bucket's tensors."""
+        source = {
+            "transport": MAPPED,
+            "tensors": bucket_manifest(bucket),
+            "starts": self._base.starts(bucket),
+        }
+
+        def request(target: PushTarget) -> None:
+            target.weights_bucket(source | {"memory": self._memory[target.name]})
+
+        self._transport.wait(self._transport.start(request))
 
 
 class MappedMemory:

@@ -10,11 +10,10 @@ succeeded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -162,15 +161,17 @@ class WeightSync:
         error: BaseException | None = None
         try:
             sending = thread.submit(self.transport.begin, version, manifest, self.engine.lora)
-            send = self._sender(manifest)
+            mapped = self._mapped_push(manifest)
 
             # To the end, even after an error: the other ranks are in the same collectives.
             for bucket in self._gathered(manifest):
                 error = error or self._outcome(sending, "send")
                 if not error and self.transport.targets:
+                    is_mapped = mapped is not None and not is_lora(bucket[0][0])
+                    send = mapped.send if mapped and is_mapped else self.transport.send
                     sending = thread.submit(send, bucket)
                     with self._timer("fingerprint"):  # while the bucket travels
-                        sent.add(bucket)
+                        sent.add(bucket, travels=not is_mapped)
             error = error or self._outcome(sending, "send")
 
             difference = name_difference(set(manifest), sent.new_names)
@@ -196,20 +197,11 @@ class WeightSync:
                 error = error or failure
         return error
 
-    def _sender(self, manifest: Manifest) -> Callable[[Bucket], None]:
-        """Return what brings a bucket to the targets: its bytes, or of a shared base its place."""
+    def _mapped_push(self, manifest: Manifest) -> MappedPush | None:
+        """Return what tells the targets where a shared base is, where this push is of one."""
         if self.shared_base is None or all(map(is_lora, manifest)):
-            return self.transport.send
-        mapped = MappedPush(self.shared_base, self.transport.targets)
-
-        def send(bucket: Bucket) -> None:
-            if is_lora(bucket[0][0]):  # a bucket is of one kind
-                self.transport.send(bucket)
-            else:
-                call = partial(mapped.send, bucket=bucket)
-                self.transport.wait(self.transport.start(call))
-
-        return send
+            return None
+        return MappedPush(self.shared_base, self.transport)
 
     def _gathered(self, manifest: Manifest) -> Iterator[Bucket]:
         # Sorted, as every rank must gather in the same order.
@@ -261,12 +253,12 @@ class SentFingerprints:
         # filled when all of a push is here: id of boxes → what is expected there, and its digest
         self._of_boxes: dict[int, tuple[JsonObject, str]] = {}
 
-    def add(self, bucket: Bucket) -> None:
-        """Fingerprint a bucket of this push."""
+    def add(self, bucket: Bucket, *, travels: bool = True) -> None:
+        """Fingerprint a bucket of this push. travels: whether its bytes do."""
         cuts: dict[Box | None, dict[str, Tensor]] = {}
         for name, tensor in bucket:
             self.new_names.add(name)
-            self.num_bytes += tensor.nbytes
+            self.num_bytes += tensor.nbytes if travels else 0
             # a box that several workers have is hashed once
             for box in {self._box(name, boxes) for boxes in self._unlike.values()}:
                 cut = tensor[tuple(slice(begin, end) for begin, end in box or ())]

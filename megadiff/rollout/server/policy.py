@@ -37,6 +37,7 @@ class PolicyState:
         self.expected = expected
         self.version = UNPUSHED
         self.state = "ready" if has_weights else "asleep"
+        self._has_weights = has_weights
         self.pending_version = UNPUSHED  # means something while updating only
         self.num_pushes = 0  # that have begun: a bucket belongs to one of them
         self.lora: LoraSpec | None = None  # of the policy, or of the push that is open
@@ -86,6 +87,7 @@ class PolicyState:
             )
 
         self._holds_base = False
+        self._has_weights = True
         self.num_pushes += 1
         self.state = "updating"
         self.pending_version = version
@@ -145,6 +147,8 @@ class PolicyState:
 
         keeps_base: whether the push that wakes it may leave out what it holds.
         """
+        if not self._has_weights:
+            return  # it has been asleep from the start
         self.require_ready()
         self.state = "asleep"
         self._holds_base = self._holds_base and keeps_base
