@@ -58,6 +58,8 @@ def _obstacles(
         yield f"the model has {len(adapter.components)} components; it takes one"
     if adapter.served_names is None:
         yield f"the adapter of {adapter.title} does not say how replicas pack weights"
+    if adapter.plan.constants:
+        yield f"replicas read {', '.join(adapter.plan.constants)} from the transformer's files"
     transports = ("auto", "shm") if device_type == "cuda" else ("auto", "http", "shm")
     if config.sync.transport not in transports:
         yield f"sync.transport={config.sync.transport}; it takes {' or '.join(transports)}"

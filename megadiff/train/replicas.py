@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
-from megadiff.engines.shared_base import shares_base
+from megadiff.engines.shared_base import base_obstacle, shares_base
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import agreed, read_once
 from megadiff.parallel.mesh import Mesh
@@ -114,6 +114,11 @@ def launch(config: Config, mesh: Mesh, adapter: ModelAdapter, folder: Path) -> l
     )
     here = mesh.rank == mesh.node_source
     shared = shares_base(config, adapter, device_type=mesh.device.type, world_size=mesh.world_size)
+    if config.lora.rank and not shared and mesh.rank == 0:
+        obstacle = base_obstacle(
+            config, adapter, device_type=mesh.device.type, world_size=mesh.world_size
+        )
+        logger.info("trainer and replicas hold LoRA's base apart: %s", obstacle)
     processes = agreed(
         lambda: _launch(config, mesh, folder, token, shared_base=shared), mesh.cpu_group, here=here
     )

@@ -90,7 +90,7 @@ def test_the_replica_maps_the_trainers_base(trainer):
         assert len(keys) > 10
         assert {key: row[key] for key in keys} == {key: expected[key] for key in keys}
     events = (shared.folder / "events.jsonl").read_text()
-    assert "replica_lost" in events, events
+    assert "replica_died" in events, events
 
     # the last push found the bit in the weights that the replica uses
     assert shared.code == 1
