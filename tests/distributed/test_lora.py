@@ -271,6 +271,7 @@ def _check_end(engine: ComponentsEngine, tiny_model: Path, end: ShardFolder, lay
     ("writer", "reader"),
     [
         ("veomni_dp2", "veomni_dp2"),
+        ("veomni_dp2_sharded", "veomni_sp2"),
         ("megatron_tp2_dp2", "megatron_tp2_dp2"),
         ("veomni_dp2", "megatron_tp2"),
         ("megatron_tp2_dp2", "veomni_sp2"),
@@ -290,6 +291,16 @@ def test_checkpoint_goes_on_under_another_engine_or_layout(
     if writer == reader:
         assert resumed == uninterrupted
         assert differing(run(writer) / "end", tmp_path / "end") == []
+
+
+@pytest.mark.parametrize("layout", ["veomni_dp1", "veomni_dp2", "veomni_sp2"])
+def test_a_shared_base_changes_no_bit(layout, run):
+    """Weights, moments and figures after all updates are those of a base that FSDP2 shards."""
+    shared = run(layout)
+    sharded = run(f"{layout}_sharded")
+    assert differing(shared / "end", sharded / "end") == []
+    figures = [json.loads((out / "figures.json").read_text()) for out in (shared, sharded)]
+    assert figures[0] == figures[1]
 
 
 def _resume_worker(tiny_model: Path, checkpoint: Path, out: Path, layout: str) -> None:
