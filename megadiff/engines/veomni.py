@@ -215,9 +215,6 @@ def _build_transformer(
     that sp does not divide. A world of one takes the same path.
     """
     _prepare_library(mesh)
-    from veomni.arguments import MixedPrecisionConfig
-    from veomni.distributed.torch_parallelize import parallelize_model_fsdp2
-
     plan = adapter.plan
     is_veomnis = adapter.veomni_splits_tokens
     dtype = DTYPES[config.engine.dtype]
@@ -250,19 +247,36 @@ def _build_transformer(
     if not within_blocks:
         recompute_blocks(model, plan, budget=budget)
 
+    sharded, shared_base = _shard_weights(model, config, mesh, adapter)
+    if config.engine.compile:
+        text_varies = plan.num_streams > 1
+        compile_blocks(
+            sharded, plan, text_varies=text_varies, budget=budget if within_blocks else 1.0
+        )
+    return sharded.train(), adapters, shared_base
+
+
+def _shard_weights(
+    model: nn.Module, config: Config, mesh: Mesh, adapter: ModelAdapter
+) -> tuple[nn.Module, SharedBase | None]:
+    """Let FSDP2 take the parameters over, but for a base that replicas map, which stays whole."""
+    from veomni.arguments import MixedPrecisionConfig
+    from veomni.distributed.torch_parallelize import parallelize_model_fsdp2
+
     mixed = MixedPrecisionConfig(
         enable=config.engine.dtype != "float32",
         param_dtype=config.engine.dtype,
         reduce_dtype="float32",
         # FSDP2 would also round timesteps, which go up to 1000 (978 to 976), and streams
-        cast_forward_inputs=is_veomnis and not config.model.float32_streams,
+        cast_forward_inputs=adapter.veomni_splits_tokens and not config.model.float32_streams,
     )
 
-    withheld = None
-    if shares_base(config, adapter, device_type=mesh.device.type, world_size=mesh.world_size):
-        withheld = WithheldBase(model)
-
-    units = {type(module).__name__ for name, module in model.named_modules() if plan.is_block(name)}
+    is_shared = shares_base(
+        config, adapter, device_type=mesh.device.type, world_size=mesh.world_size
+    )
+    withheld = WithheldBase(model) if is_shared else None
+    modules = model.named_modules()
+    units = {type(module).__name__ for name, module in modules if adapter.plan.is_block(name)}
     sharded = parallelize_model_fsdp2(
         model,
         mixed_precision=mixed,
@@ -271,18 +285,12 @@ def _build_transformer(
         should_skip_hf_weight_load=True,
         init_device="meta",
     )
+    if withheld is None:
+        return sharded, None
 
-    shared_base = None
-    if withheld:
-        shared_base = build_base(withheld, adapter, dtype=dtype, device=mesh.device)
-        withheld.put_back(sharded, shared_base)
-
-    if config.engine.compile:
-        text_varies = plan.num_streams > 1
-        compile_blocks(
-            sharded, plan, text_varies=text_varies, budget=budget if within_blocks else 1.0
-        )
-    return sharded.train(), adapters, shared_base
+    base = build_base(withheld, adapter, dtype=DTYPES[config.engine.dtype], device=mesh.device)
+    withheld.put_back(sharded, base)
+    return sharded, base
 
 
 def _veomni_module(folder: Path) -> nn.Module:

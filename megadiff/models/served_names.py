@@ -99,7 +99,10 @@ def packed_names(names: Iterable[str], served_names: ServedNames) -> list[list[s
     for name in names:
         key, shard = _packed_place(name, served_names)
         groups.setdefault(key, {})[shard] = name
-    return [[group[shard] for shard in sorted(group)] for group in groups.values()]
+    packed = []
+    for group in groups.values():
+        packed.append([group[shard] for shard in sorted(group)])
+    return packed
 
 
 def _packed_place(name: str, served_names: ServedNames) -> tuple[tuple[str, str, str], int]:

@@ -176,7 +176,7 @@ def _parameter_starts(
     Raises ValueError for an unknown weight, another shape or dtype, or weights that do not lie end
     to end.
     """
-    found: dict[str, int] = {}
+    parameter_starts: dict[str, int] = {}
     for name, row in manifest.items():
         if name not in places:
             raise ValueError(f"the replica's model has no tensor {name}")
@@ -191,12 +191,12 @@ def _parameter_starts(
             )
         row_bytes = math.prod(parameter.shape[1:]) * parameter.itemsize
         start = starts[name] - begin * row_bytes
-        if found.setdefault(place.parameter, start) != start:
+        if parameter_starts.setdefault(place.parameter, start) != start:
             raise ValueError(
                 f"{name} does not lie beside the other weights of {place.parameter}; correct the "
                 "served_names of the model's adapter"
             )
-    return found
+    return parameter_starts
 
 
 def _rows(place: ServedPlace, parameter: Tensor) -> tuple[int, int]:
