@@ -38,31 +38,44 @@ def _obstacles(
     config: Config, adapter: ModelAdapter, device_type: str, world_size: int
 ) -> Iterator[str]:
     rollout = config.rollout
+
     if config.lora.shared_base == "never":
         yield "lora.shared_base=never"
+
     if config.engine.backend != "veomni":
         yield f"engine.backend={config.engine.backend} splits the base; it takes veomni"
+
     if rollout.mode != "colocated":
         yield f"rollout.mode={rollout.mode}: replicas are on other GPUs; it takes colocated"
+
     if not (build_algorithm(config.algorithm).on_policy or config.eval.every):
         yield "nothing samples, so there are no replicas"
+
     if rollout.tp > 1:
         yield f"rollout.tp={rollout.tp} splits a replica's weights; it takes 1"
+
     if rollout.fp8:
         yield "rollout.fp8=true: replicas multiply FP8 copies of the base"
+
     if config.engine.fp8 != "none":
         yield f"engine.fp8={config.engine.fp8}; it takes none"
+
     if config.engine.dtype != config.model.dtype:
         yield f"engine.dtype={config.engine.dtype} is not model.dtype={config.model.dtype}"
+
     if len(adapter.components) > 1:
         yield f"the model has {len(adapter.components)} components; it takes one"
+
     if adapter.served_names is None:
         yield f"the adapter of {adapter.title} does not say how replicas pack weights"
+
     if adapter.plan.constants:
         yield f"replicas read {', '.join(adapter.plan.constants)} from the transformer's files"
     transports = ("auto", "shm") if device_type == "cuda" else ("auto", "http", "shm")
+
     if config.sync.transport not in transports:
         yield f"sync.transport={config.sync.transport}; it takes {' or '.join(transports)}"
+
     if device_type == "cuda" and rollout.num_replicas not in (0, world_size):
         yield (
             f"rollout.num_replicas={rollout.num_replicas} on {world_size} GPUs; "

@@ -180,9 +180,9 @@ def _parameter_starts(
     for name, row in manifest.items():
         if name not in places:
             raise ValueError(f"the replica's model has no tensor {name}")
-        place = places[name]
-        parameter = parameters[place.parameter]
-        begin, num_rows = _rows(place, parameter)
+        served = places[name]
+        parameter = parameters[served.parameter]
+        begin, num_rows = _rows(served, parameter)
         expected = [num_rows, *parameter.shape[1:]]
         if row["shape"] != expected or DTYPES[row["dtype"]] != parameter.dtype:
             raise ValueError(
@@ -191,18 +191,18 @@ def _parameter_starts(
             )
         row_bytes = math.prod(parameter.shape[1:]) * parameter.itemsize
         start = starts[name] - begin * row_bytes
-        if parameter_starts.setdefault(place.parameter, start) != start:
+        if parameter_starts.setdefault(served.parameter, start) != start:
             raise ValueError(
-                f"{name} does not lie beside the other weights of {place.parameter}; correct the "
+                f"{name} does not lie beside the other weights of {served.parameter}; correct the "
                 "served_names of the model's adapter"
             )
     return parameter_starts
 
 
-def _rows(place: ServedPlace, parameter: Tensor) -> tuple[int, int]:
+def _rows(served: ServedPlace, parameter: Tensor) -> tuple[int, int]:
     """Return the first row of a weight in its parameter, and how many it has."""
-    unit = parameter.shape[0] // sum(place.parts)
-    return unit * sum(place.parts[: place.shard]), unit * place.parts[place.shard]
+    unit = parameter.shape[0] // sum(served.parts)
+    return unit * sum(served.parts[: served.shard]), unit * served.parts[served.shard]
 
 
 def _new_file(path: Path, num_bytes: int) -> Tensor:
