@@ -112,7 +112,7 @@ def _packed_place(name: str, served_names: ServedNames) -> tuple[tuple[str, str,
         segments = shards if isinstance(shards, Segments) else _equal(shards)
         for shard, segment in enumerate(segments.names) if len(segments.names) > 1 else ():
             # a segment is a module's name, or a parameter's with its leaf
-            for whole, rest in ((module, leaf), (name, "")):
+            for whole, suffix in ((module, leaf), (name, "")):
                 if f".{whole}".endswith(f".{segment}"):
-                    return (served, whole.removesuffix(segment), rest), shard
+                    return (served, whole.removesuffix(segment), suffix), shard
     return ("", name, ""), 0

@@ -179,8 +179,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             self._parked = ParkedWeights(self._parameters(pushed=False).values())
         self._parked.park()
         # a mapped base is the trainer's
-        own = {} if self._pipeline.maps_base else self._parameters()
-        self._freed = FreedWeights(own.values())
+        weights = {} if self._pipeline.maps_base else self._parameters()
+        self._freed = FreedWeights(weights.values())
         self._freed.free()
         self._fp8.free_copies()
         self.trim()
