@@ -11,9 +11,22 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+import pytest
 import torch
+from safetensors.torch import load_file
 
+from megadiff.models.qwen_image.plan import SERVED_NAMES
+from megadiff.parallel.collectives import AgreedError
+from megadiff.rollout.client.client import ReplicaClient, ReplicaError
+from megadiff.sync.bucket import encode_bucket
+from megadiff.sync.shared_base import SharedBase
+from megadiff.sync.sync import WeightSync
+from megadiff.sync.transports.base import HttpTransport
 from megadiff.sync.transports.shared_memory import FOLDER, PREFIX
+from megadiff.tensors.manifest import folder_manifest
+from tests.e2e.servers import start_replicas, stop
+from tests.meshes import one_rank_mesh
 
 KEYS = (
     "lora.rank=4",
@@ -121,3 +134,94 @@ def _check_maps(seen: list[dict]) -> None:
         assert not Path(FOLDER, own["file"]).exists()  # the run is over
     # another process after the kill
     assert workers[0] != workers[1] == workers[2]
+
+
+class BaseSource:
+    """An engine whose weights are a shared base."""
+
+    lora = None
+
+    def __init__(self, base: SharedBase) -> None:
+        self.base = base
+        self.changed = {"transformer"}
+
+    def named_weights(self, bucket_bytes: int, components: object):
+        yield [(f"transformer.{name}", tensor) for name, tensor in self.base.tensors.items()]
+
+    def mark_pushed(self) -> None:
+        self.changed = set()
+
+
+@pytest.mark.parametrize("version", ["installed", "0.26"])
+def test_a_replica_of_either_vllm_omni_maps_a_base(version, tiny_model, tmp_path):
+    overlay = os.environ.get("MEGADIFF_OVERLAY026", "") if version == "0.26" else ""
+    if version == "0.26" and not Path(overlay, "vllm_omni").is_dir():
+        pytest.skip("MEGADIFF_OVERLAY026 names no folder with vllm-omni 0.26")
+    flags = ["--dtype", "float32", "--shared-base"]
+    command = ["-m", "megadiff.cli.serve", str(tiny_model), *flags]
+    servers = start_replicas(1, folder=tmp_path, command=command, overlay=overlay)
+    try:
+        entry = json.loads((tmp_path / "registry/replica_0.json").read_text())
+        client = ReplicaClient(entry["url"], "replica_0", timeout_s=120)
+        if overlay:
+            assert client.health()["vllm_omni"].startswith("0.26.")
+        _map_and_sleep(client, tiny_model)
+    finally:
+        stop(servers)
+
+
+def _map_and_sleep(client: ReplicaClient, model: Path) -> None:
+    tensors = load_file(model / "transformer/diffusion_pytorch_model.safetensors")
+    base = SharedBase(
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        dtype=torch.float32,
+        served_names=SERVED_NAMES,
+        device=torch.device("cpu"),
+    )
+    for name, tensor in tensors.items():
+        base.tensors[name].copy_(tensor)
+    manifest = folder_manifest(model, ("transformer",), dtype="float32")
+    sync = WeightSync(
+        BaseSource(base),
+        HttpTransport([client]),
+        manifest,
+        boxes={"replica_0": [{}]},
+        bucket_bytes=1 << 30,
+        cpu_group=one_rank_mesh().cpu_group,
+        shared_base=base,
+    )
+
+    # it has no weights, and takes no copy of any
+    assert client.health()["state"] == "asleep" and _image(client).status_code == 409
+    client.weights_begin(0, manifest)
+    with pytest.raises(ReplicaError, match="is of a base that this replica maps"):
+        client.weights_bucket(
+            encode_bucket([(f"transformer.{name}", tensor) for name, tensor in tensors.items()])
+        )
+
+    sync.push(1)
+    drawn = _image(client)
+    assert drawn.status_code == 200
+    client.sleep()
+    assert _image(client).status_code == 409
+    sync.wake()
+    assert sync.push(1)["sync/gib"] == 0
+    assert _image(client).json()["data"] == drawn.json()["data"]
+
+    base.tensors[SPOILED].view(torch.int32)[3, 2] ^= 1
+    sync.wake()
+    with pytest.raises(AgreedError, match=f"with other bits.*transformer.{SPOILED}"):
+        sync.push(2)
+    assert _image(client).status_code == 409
+
+
+def _image(client: ReplicaClient) -> httpx.Response:
+    body = {
+        "prompt": "a red cat",
+        "n": 1,
+        "size": "64x64",
+        "num_inference_steps": 2,
+        "true_cfg_scale": 1.0,
+        "seed": 42,
+    }
+    return httpx.post(f"{client.url}/v1/images/generations", json=body, timeout=60)
