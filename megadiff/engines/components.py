@@ -211,6 +211,11 @@ class ComponentsEngine:
             member.load(source)
         self.changed = set(self.members)
 
+    def close(self) -> None:
+        """Give back what outlives the process: the file of a shared base on a CPU."""
+        if self.shared_base:
+            self.shared_base.close()
+
     def _offload_idle(self) -> None:
         """Free what idle members hold on the accelerator for updates. Collective."""
         if self.config.engine.offload_idle and len(self.adapter.components) > 1:

@@ -56,8 +56,8 @@ def base_layout(shapes: Shapes, dtype: torch.dtype, served_names: ServedNames) -
 class SharedBase:
     """Hold a component's frozen weights whole, in memory that replicas can map.
 
-    tensors: name → view of the memory, uninitialised at first. On a CPU the file is removed when
-    this object or its process ends; a killed process's file when the next one starts there.
+    tensors: name → view of the memory, uninitialised at first. On a CPU close() removes the file; a
+    killed process's file goes when the next one starts there.
     """
 
     def __init__(
@@ -72,20 +72,24 @@ class SharedBase:
         layout = base_layout(shapes, dtype, served_names)
         self.device = device
         self._file = ""
+        self._removal = ExitStack()
         if device.type == "cuda":
             # Containers withhold the right to open the memory of growing segments.
             with fixed_segments():
                 self._flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         else:
-            stack = ExitStack()
-            path = stack.enter_context(bucket_file())
-            weakref.finalize(self, stack.close)
+            path = self._removal.enter_context(bucket_file())
+            weakref.finalize(self, self._removal.close)
             self._file = path.name
             self._flat = _new_file(path, layout.num_bytes)
         self.tensors: Tensors = {
             name: _view(self._flat, start, dtype, shapes[name])
             for name, start in layout.starts.items()
         }
+
+    def close(self) -> None:
+        """Let nobody map the memory any more; who has it mapped keeps it."""
+        self._removal.close()
 
     def memory(self) -> JsonObject:
         """Return what one replica needs to map the memory, anew for each."""

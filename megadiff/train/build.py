@@ -78,6 +78,7 @@ def build_run(
     stack.callback(stop_all, processes)
     start_s = time.monotonic()
     engine = build_engine(config, mesh, adapter)
+    stack.callback(engine.close)
     logger.info("engine %s loaded after %.1f s", config.engine.backend, time.monotonic() - start_s)
 
     sampler = PromptSampler(
@@ -143,6 +144,7 @@ def build_sft_run(
 
     # after that: VAE and text encoder need the memory that the engine takes
     engine = build_engine(config, mesh, adapter)
+    stack.callback(engine.close)
     algorithm = build_algorithm(config.algorithm)
     batches = FlowBatches(
         dataset,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megadiff.diffusion.schedule import static_shift
 from megadiff.models.adapter import Images
 from megadiff.models.image_family import ImageFamily
-from megadiff.models.sd3.plan import PLAN, SERVED_NAMES
+from megadiff.models.sd3.plan import PLAN
 from megadiff.types import Sampling, Tensors
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ class SD3Adapter(ImageFamily):
     transformer_class = "SD3Transformer2DModel"
     rollout_pipeline = "megadiff.models.sd3.pipeline:SD3RolloutPipeline"
     plan = PLAN
-    served_names = SERVED_NAMES
     # Both CLIP encoders cut a text off, as in every pipeline of SD3. T5 sees more of it, and what
     # it cannot see is refused.
     max_prompt_tokens = T5_TOKENS

@@ -21,7 +21,7 @@ from megadiff.models.wan22.checkpoint import (
     boundary_ratio_of,
     check_experts,
 )
-from megadiff.models.wan22.plan import PLAN, SERVED_NAMES
+from megadiff.models.wan22.plan import PLAN
 from megadiff.models.wan22.text import TEXT_TOKENS
 from megadiff.tensors.model_files import read_json
 from megadiff.types import Sampling, Tensors
@@ -52,7 +52,6 @@ class WanAdapter(GuidedFamily):
     pipeline_class = "WanPipeline"
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanRolloutPipeline"
     plan = PLAN
-    served_names = SERVED_NAMES
     # Four frames, one latent, are decoded at a time, so few bytes depend on a video's length.
     decoding = Decoding(
         pixels={"cpu": 2**18, "cuda": 2**25}, bytes_per_pixel=10_752, bytes_per_frame=18

@@ -12,7 +12,7 @@ from megadiff.models.adapter import Images
 from megadiff.models.decoding import TokenCount
 from megadiff.models.image_family import ImageFamily
 from megadiff.models.packing import pad_rows
-from megadiff.models.z_image.plan import PLAN, SERVED_NAMES
+from megadiff.models.z_image.plan import PLAN
 from megadiff.types import Sampling, Tensors
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class ZImageAdapter(ImageFamily):
     rollout_pipeline = "megadiff.models.z_image.pipeline:ZImageRolloutPipeline"
     tokenizer_class = "Qwen2Tokenizer"
     plan = PLAN
-    served_names = SERVED_NAMES
     size_keys = ("n_layers", "n_heads", "dim")
     text_width_key = "cap_feat_dim"
     max_prompt_tokens = 512 - TEMPLATE_TOKENS  # as in the pipeline of diffusers
