@@ -16,6 +16,7 @@ from functools import cached_property
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
 from megadiff.parallel.plan import ParallelPlan, shard_box
+from megadiff.sync.shared_base import base_layout
 from megadiff.types import LoraSpec, Shape, Shapes
 
 Ranges = list[tuple[int, int]]  # (start, end) each
@@ -193,16 +194,21 @@ def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
 
     Masters, gradients and moments are float32. What is frozen is in engine.dtype.
     """
-    base = model.num_parameters if work.shares_base else _fsdp_elements(model, placing)
+    base = _fsdp_elements(model, placing)
     lora = sum(fsdp_shard(shape, placing.shards) for shape in model.lora.values())
     trainable = sum(fsdp_shard(shape, placing.shards) for shape in model.trainable.values())
     trained = [fsdp_shard(shape, placing.shards) for shape in model.trained.values()]
     masters = FLOAT32 * (lora or trainable)
 
+    frozen = work.itemsize * (base if lora else base - trainable)
+    if work.shares_base:
+        served_names = model.adapter.served_names or {}
+        frozen = base_layout(model.shapes, work.itemsize, served_names).num_bytes
+
     return Static(
         reference=0 if lora else masters,
         masters=masters,
-        parameters=masters + work.itemsize * (base if lora else base - trainable),
+        parameters=masters + frozen,
         gradients=FLOAT32 * sum(trained),
         optimizer=MOMENTS * sum(trained) + STEP_COUNTER * len(trained),
         average=masters if work.keeps_average else 0,

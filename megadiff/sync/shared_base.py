@@ -41,7 +41,7 @@ class BaseLayout:
     num_bytes: int
 
 
-def base_layout(shapes: Shapes, dtype: torch.dtype, served_names: ServedNames) -> BaseLayout:
+def base_layout(shapes: Shapes, itemsize: int, served_names: ServedNames) -> BaseLayout:
     """Lay weights out as a replica of one worker packs them. Each of its parameters is aligned."""
     starts: dict[str, int] = {}
     end = 0
@@ -49,7 +49,7 @@ def base_layout(shapes: Shapes, dtype: torch.dtype, served_names: ServedNames) -
         end = -(-end // ALIGNMENT) * ALIGNMENT
         for name in names:
             starts[name] = end
-            end += math.prod(shapes[name]) * dtype.itemsize
+            end += math.prod(shapes[name]) * itemsize
     return BaseLayout(starts=starts, num_bytes=end)
 
 
@@ -69,7 +69,7 @@ class SharedBase:
         device: torch.device,
     ) -> None:
         """Take the memory. Raises ValueError where shared memory has no room for it."""
-        layout = base_layout(shapes, dtype, served_names)
+        layout = base_layout(shapes, dtype.itemsize, served_names)
         self.device = device
         self._file = ""
         self._removal = ExitStack()
