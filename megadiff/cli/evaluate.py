@@ -123,7 +123,7 @@ def _evaluate(
     mesh = _mesh(subject)
     start_s = time.monotonic()
     with ExitStack() as stack:
-        processes = replicas.launch(subject.config, mesh, subject.folder)
+        processes = replicas.launch(subject.config, mesh, subject.adapter, subject.folder)
         # Before connect(): a replica that does not come up is stopped, too.
         stack.callback(stop_all, processes)
         connection = connect(subject.config, mesh, subject.folder, processes, stack)

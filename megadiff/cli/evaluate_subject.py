@@ -49,6 +49,7 @@ FIXED = [
     "track=[]",
     "eval.every=0",
     "lora.start=''",  # the checkpoint's LoRA comes over it
+    "lora.shared_base=never",  # the engine is gone while the replica samples
 ]
 
 

@@ -138,6 +138,11 @@ class LoraConfig:
     start: str = key(
         "", "Start from this LoRA: a folder or file of peft or diffusers, or of `megadiff convert`."
     )
+    shared_base: str = key(
+        "auto",
+        "Trainer and colocated replica hold the frozen base once on a GPU, where they can.",
+        choices=("auto", "never"),
+    )
 
 
 @dataclass

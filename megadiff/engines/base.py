@@ -14,6 +14,7 @@ from megadiff.engines.gate import StepGate
 from megadiff.engines.microbatch import Batch
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh
+from megadiff.sync.shared_base import SharedBase
 from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import LoraSpec, LossOutput, MatchInputs, StepInputs
 
@@ -32,6 +33,7 @@ class Engine(Protocol):
     config, mesh, adapter: what it was built from.
     gate: counts optimizer steps and can hold them up.
     lora: what is trained beside frozen weights; None where all weights are trained.
+    shared_base: LoRA's frozen weights where replicas map them, else None.
     changed: components that an update has changed since mark_pushed(), all of them at the start;
     the same on every rank.
     """
@@ -44,6 +46,9 @@ class Engine(Protocol):
 
     @property
     def lora(self) -> LoraSpec | None: ...
+
+    @property
+    def shared_base(self) -> SharedBase | None: ...
 
     @property
     def changed(self) -> Set[str]: ...

@@ -24,6 +24,7 @@ from megadiff.engines.sharded import ShardedEngine, Step
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
+from megadiff.sync.shared_base import SharedBase
 from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import Figures, FlowBatch, LoraSpec
@@ -65,6 +66,11 @@ class ComponentsEngine:
     def lora(self) -> LoraSpec | None:
         """The low-rank adapters beside frozen weights, the same for all components."""
         return self.members[self.adapter.components[0]].lora
+
+    @property
+    def shared_base(self) -> SharedBase | None:
+        """LoRA's frozen weights, where replicas map them; only a model of one component has any."""
+        return self.members[self.adapter.components[0]].shared_base
 
     def velocities(self, batch: Batch) -> Tensor:
         self._offload_idle()
@@ -204,6 +210,11 @@ class ComponentsEngine:
         for member in self.members.values():
             member.load(source)
         self.changed = set(self.members)
+
+    def close(self) -> None:
+        """Give back what outlives the process: the file of a shared base on a CPU."""
+        if self.shared_base:
+            self.shared_base.close()
 
     def _offload_idle(self) -> None:
         """Free what idle members hold on the accelerator for updates. Collective."""

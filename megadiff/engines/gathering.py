@@ -58,24 +58,6 @@ def gather_rows(
     ]
 
 
-def row_group(parameters: Sequence[DTensor]) -> dist.ProcessGroup | None:
-    """Return the ranks that share the rows of all these parameters.
-
-    None where the parameters are sharded in different ways, or one rank has all rows.
-    """
-    layouts = {(parameter.device_mesh, parameter.placements) for parameter in parameters}
-    mesh, placements = layouts.pop()
-    dims = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
-    if (
-        not layouts
-        and len(dims) == 1
-        and placements[dims[0]].is_shard(0)
-        and mesh.size(dims[0]) > 1
-    ):
-        return mesh.get_group(dims[0])
-    return None
-
-
 def _padded(flat: Tensor, size: int) -> Tensor:
     missing = size - flat.numel()
     return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat

@@ -35,6 +35,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
+from megadiff.sync.shared_base import SharedBase
 from megadiff.types import DTYPES, LoraSpec, Tensors
 
 
@@ -53,9 +54,11 @@ class ShardedEngine(ComponentState):
     """Train one component of a model. Collective: all ranks make the same calls.
 
     gradient_scale: factor that makes the backend's reduction over ranks a sum over dp.
+    shared_base: LoRA's frozen weights, where replicas map them; else None.
     """
 
     gradient_scale: float = 1.0
+    shared_base: SharedBase | None = None
 
     def __init__(
         self,

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megadiff.config.schema import Config
 from megadiff.engines.compiling import compile_blocks
+from megadiff.engines.dtensors import full_weight, holds_first, row_group, shard_of
 from megadiff.engines.fp8 import check_torchao, multiply_in_fp8
-from megadiff.engines.gathering import gather_rows, local, row_group
+from megadiff.engines.gathering import gather_rows, local
 from megadiff.engines.lora import (
     build_adapters,
     check_source,
@@ -41,14 +41,16 @@ from megadiff.engines.lora import (
 from megadiff.engines.megatron import TESTED_VERSIONS as MEGATRON_VERSIONS
 from megadiff.engines.optimizer import build_adamw
 from megadiff.engines.sharded import ShardedEngine
+from megadiff.engines.shared_base import WithheldBase, build_base, shares_base
 from megadiff.engines.versions import check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
 from megadiff.parallel.recompute import recompute_blocks
+from megadiff.sync.shared_base import SharedBase
 from megadiff.tensors.shards import Shard
-from megadiff.types import DTYPES
+from megadiff.types import DTYPES, Tensors
 
 if TYPE_CHECKING:  # needs megatron-core
     from megadiff.parallel.attention import TokenAxes
@@ -82,18 +84,26 @@ class VeOmniEngine(ShardedEngine):
 
     def __init__(self, config: Config, mesh: Mesh, adapter: ModelAdapter, component: str) -> None:
         """Build the sharded module and load the component of model.path, each rank its shards."""
-        transformer, adapters = _build_transformer(config, mesh, adapter, component)
-        self._parameters: dict[str, DTensor] = dict(
-            transformer.named_parameters()  # type: ignore[arg-type]  # FSDP2 makes DTensors of them
+        transformer, adapters, self.shared_base = _build_transformer(
+            config, mesh, adapter, component
         )
+        # whole on this rank, and none of FSDP2's
+        self._base: Tensors = self.shared_base.tensors if self.shared_base else {}
+        self._parameters: dict[str, DTensor] = {
+            name: parameter  # type: ignore[misc]  # FSDP2 makes DTensors of them
+            for name, parameter in transformer.named_parameters()
+            if name not in self._base
+        }
         low_rank = {name: p for name, p in self._parameters.items() if is_lora(name)}
         source = open_source(config, adapter, component)
         check_source(source, transformer, adapter.plan)
         source.read_constants(transformer, adapter.plan.constants)
 
         for name, parameter in self._parameters.items():
-            shard = _shard(parameter, local(parameter))
+            shard = shard_of(parameter, local(parameter))
             read_start(source, name, [shard], seed=config.seed)
+        for name, tensor in self._base.items():
+            read_start(source, name, [shard_of(tensor, tensor)], seed=config.seed)
 
         never_trained = adapter.plan.frozen_names(self._parameters)
         masters = low_rank or {
@@ -160,27 +170,22 @@ class VeOmniEngine(ShardedEngine):
         return {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
     def _full_shape(self, name: str) -> Sequence[int]:
-        return self._parameters[name].shape
+        return self._base[name].shape if name in self._base else self._parameters[name].shape
 
     def _full_weights(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
+        if self._base.keys() >= set(names):
+            return [self._base[name] for name in names]
         parameters = [self._parameters[name] for name in names]
         if group := row_group(parameters):
             shards = [local(parameter.detach()) for parameter in parameters]
             return gather_rows(shards, [parameter.shape for parameter in parameters], dtype, group)
-        return [_full_weight(parameter, dtype) for parameter in parameters]
+        return [full_weight(parameter, dtype) for parameter in parameters]
 
     def _shards(self, name: str, values: Tensor) -> list[Shard]:
-        return [_shard(self._parameters[name], values)]
+        return [shard_of(self._parameters[name], values)]
 
     def _is_first_holder(self, name: str) -> bool:
-        tensor = self._parameters[name]
-        coordinate = tensor.device_mesh.get_coordinate()
-        assert coordinate, "every rank is in the mesh"
-        return all(
-            index == 0
-            for index, placement in zip(coordinate, tensor.placements, strict=True)
-            if not placement.is_shard()
-        )
+        return holds_first(self._parameters[name])
 
     def _masters_changed(self) -> None:
         self._drop_unsharded()
@@ -190,15 +195,6 @@ class VeOmniEngine(ShardedEngine):
         self._are_whole = False
         for module in self._fsdp_modules:
             module.reshard()
-
-
-def _full_weight(parameter: DTensor, dtype: torch.dtype) -> Tensor:
-    # cast before the gather, which then moves half the bytes
-    shard = parameter.detach().to(dtype)
-    assert isinstance(shard, DTensor)
-    tensor = shard.full_tensor()
-    is_policy = tensor.data_ptr() == local(parameter).data_ptr()  # not sharded and not cast
-    return tensor.clone() if is_policy else tensor
 
 
 def check_installed(config: Config) -> None:
@@ -214,16 +210,13 @@ def check_installed(config: Config) -> None:
 
 def _build_transformer(
     config: Config, mesh: Mesh, adapter: ModelAdapter, component: str
-) -> tuple[nn.Module, Adapters | None]:
+) -> tuple[nn.Module, Adapters | None, SharedBase | None]:
     """Build the module under FSDP2 with uninitialised weights: float32 masters, engine.dtype math.
 
     The plan's blocks are the units that FSDP2 gathers. The module's forward pads and masks lengths
     that sp does not divide. A world of one takes the same path.
     """
     _prepare_library(mesh)
-    from veomni.arguments import MixedPrecisionConfig
-    from veomni.distributed.torch_parallelize import parallelize_model_fsdp2
-
     plan = adapter.plan
     is_veomnis = adapter.veomni_splits_tokens
     dtype = DTYPES[config.engine.dtype]
@@ -258,15 +251,36 @@ def _build_transformer(
     if not within_blocks:
         recompute_blocks(model, plan, budget=budget)
 
+    sharded, shared_base = _shard_weights(model, config, mesh, adapter)
+    if config.engine.compile:
+        text_varies = plan.num_streams > 1
+        compile_blocks(
+            sharded, plan, text_varies=text_varies, budget=budget if within_blocks else 1.0
+        )
+    return sharded.train(), adapters, shared_base
+
+
+def _shard_weights(
+    model: nn.Module, config: Config, mesh: Mesh, adapter: ModelAdapter
+) -> tuple[nn.Module, SharedBase | None]:
+    """Let FSDP2 take the parameters over, but for a base that replicas map, which stays whole."""
+    from veomni.arguments import MixedPrecisionConfig
+    from veomni.distributed.torch_parallelize import parallelize_model_fsdp2
+
     mixed = MixedPrecisionConfig(
         enable=config.engine.dtype != "float32",
         param_dtype=config.engine.dtype,
         reduce_dtype="float32",
         # FSDP2 would also round timesteps, which go up to 1000 (978 to 976), and streams
-        cast_forward_inputs=is_veomnis and not config.model.float32_streams,
+        cast_forward_inputs=adapter.veomni_splits_tokens and not config.model.float32_streams,
     )
 
-    units = {type(module).__name__ for name, module in model.named_modules() if plan.is_block(name)}
+    is_shared = shares_base(
+        config, adapter, device_type=mesh.device.type, world_size=mesh.world_size
+    )
+    withheld = WithheldBase(model) if is_shared else None
+    modules = model.named_modules()
+    units = {type(module).__name__ for name, module in modules if adapter.plan.is_block(name)}
     sharded = parallelize_model_fsdp2(
         model,
         mixed_precision=mixed,
@@ -275,13 +289,12 @@ def _build_transformer(
         should_skip_hf_weight_load=True,
         init_device="meta",
     )
+    if withheld is None:
+        return sharded, None
 
-    if config.engine.compile:
-        text_varies = plan.num_streams > 1
-        compile_blocks(
-            sharded, plan, text_varies=text_varies, budget=budget if within_blocks else 1.0
-        )
-    return sharded.train(), adapters
+    base = build_base(withheld, adapter, dtype=DTYPES[config.engine.dtype], device=mesh.device)
+    withheld.put_back(sharded, base)
+    return sharded, base
 
 
 def _veomni_module(folder: Path) -> nn.Module:
@@ -375,11 +388,3 @@ def _too_large(parameters: dict[str, DTensor], dtype: str, device: torch.device)
             num_bytes / 2**30,
         )
     return num_bytes > limit
-
-
-def _shard(tensor: DTensor, values: Tensor) -> Shard:
-    """Place this rank's values, the tensor's own or others that are sharded like it."""
-    _, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return Shard(local=values, offsets=tuple(offsets), shape=tuple(tensor.shape))

@@ -18,6 +18,7 @@ from megadiff.models.conditioning import Conditioning
 from megadiff.models.decoding import Decoding, TokenCount
 from megadiff.models.packing import TokenGrid, unpack
 from megadiff.models.pipeline_folder import Index, pipeline_problems, weighted_components
+from megadiff.models.served_names import ServedNames
 from megadiff.models.vae import decode_latents, encode_images
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.tensors.model_files import read_json
@@ -74,6 +75,8 @@ class ModelAdapter(Protocol):
     needs_images: whether every prompt must give an image. needs_plain_image: whether vllm-omni
     refuses all requests without one.
     supervised_obstacle: why captioned images cannot train the model; "" where they can.
+    served_names: how vllm-omni packs the weights (models/served_names.py). None: replicas do not
+    map a trainer's base.
     veomni_splits_tokens: whether VeOmni's own class of this model is right under Ulysses, for every
     length. Else its engine takes the stock module and parallel.tokens.
     """
@@ -103,6 +106,7 @@ class ModelAdapter(Protocol):
     needs_images: ClassVar[bool] = False
     needs_plain_image: ClassVar[bool] = False
     supervised_obstacle: ClassVar[str] = ""
+    served_names: ClassVar[ServedNames | None] = None
     veomni_splits_tokens: bool
     transformer_class: str
     vae_class: str

@@ -8,7 +8,7 @@ groups are the batch, and depend on nothing else that runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megadiff.models.adapter import Images, ModelAdapter
 from megadiff.models.batch_sampler import BatchSampler, distinct
 from megadiff.models.conditioning import IMAGE_LATENTS
+from megadiff.models.empty_weights import empty_parameters, skip_sources, withheld_parameters
 from megadiff.models.pipeline_stop import Stopped, stop_path
 from megadiff.models.registry import build_adapter
 from megadiff.models.served_names import ServedNames
@@ -54,15 +55,20 @@ class RolloutPipelineMixin:
     `served_names`, and transformer_call() where vllm-omni's takes other arguments.
 
     cast_networks: those that vllm-omni leaves in their files' dtype.
+    maps_base: whether the policy's weights are a trainer's memory, and none are loaded.
+    is_empty: whether they are still to be mapped.
     """
 
     adapter: ModelAdapter
     vae: Any  # the vllm-omni pipeline's
     od_config: Any
+    weights_sources: list[Any]
     device: torch.device
     served_names: ServedNames
     cast_networks: tuple[str, ...] = ()
     stop_path: str | None = None  # of the request that runs: see pipeline_stop
+    maps_base = False
+    is_empty = False
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         # what comes next in the order of classes is vllm-omni's pipeline
@@ -75,6 +81,11 @@ class RolloutPipelineMixin:
             for parameter in getattr(self, name).parameters():
                 parameter.data = parameter.data.to(od_config.dtype)
         self.adapter.adapt_vae(self.vae)
+        self.maps_base = bool(arguments.get("shared_base"))
+        self.is_empty = self.maps_base
+        if self.maps_base:
+            skip_sources(self, self.policy_components)
+            empty_parameters(self._policy_modules(), torch.device("cpu"))
         if hasattr(self, "set_progress_bar_config"):  # not all of vllm-omni's pipelines have a bar
             self.set_progress_bar_config(disable=True)
 
@@ -102,7 +113,33 @@ class RolloutPipelineMixin:
         forward = self.get_submodule(component)  # type: ignore[attr-defined]  # a torch module
         return TransformerCall(forward=forward, dtype=self.od_config.dtype)
 
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        """Load weights as vllm-omni does. A mapped base has none to load and counts as loaded."""
+        loaded = super().load_weights(weights)  # type: ignore[misc]  # vllm-omni's
+        if not self.maps_base:
+            return loaded
+        for module in self._policy_modules():
+            module.load_weights(())  # which also notes how LoRA finds packed layers
+        # without any source vllm-omni expects to load all networks, which have loaded themselves
+        named = self.named_parameters() if not self.weights_sources else self.policy_parameters()
+        return set(loaded or ()) | {name for name, _ in named}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move or cast the pipeline as torch does, but for a base that is not mapped yet."""
+        if not self.is_empty:
+            return super()._apply(fn, recurse)  # type: ignore[misc]  # a torch module's
+        with withheld_parameters(self._policy_modules()):
+            super()._apply(fn, recurse)  # type: ignore[misc]
+        empty_parameters(self._policy_modules(), fn(torch.empty(0)).device)
+        return self
+
+    def _policy_modules(self) -> list[Any]:
+        get_submodule = self.get_submodule  # type: ignore[attr-defined]  # a torch module
+        return [get_submodule(component) for component in self.policy_components]
+
     def forward(self, req: Any) -> Any:
+        if self.is_empty:  # vllm-omni's warm-up: the server lets no request come here
+            return [_without_weights() for _ in req.sampling_params_list]
         requests = rollout_requests(req)
         if any(params.lora_request is not None for params in req.sampling_params_list):
             return [_refusal(NO_LORA_REQUESTS) for _ in req.sampling_params_list]
@@ -225,6 +262,13 @@ class RolloutPipelineMixin:
                         f"{side.replace('_', ' ')}prompt is too long, {count} tokens, the model "
                         f"takes {limit}; shorten {text[:60]!r}…"
                     )
+
+
+def _without_weights() -> Any:
+    """Return an empty image, by which a warm-up passes that has no weights to run."""
+    from vllm_omni.diffusion.data import DiffusionOutput
+
+    return DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {}})
 
 
 def _refusal(message: str) -> Any:

@@ -5,7 +5,7 @@ The map itself is data, in models/<model>/plan.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -88,3 +88,31 @@ def served_view(place: ServedPlace, *, parameters: Mapping[str, Tensor]) -> Tens
     rows = tensor.shape[0] // sum(place.parts)
     start = rows * sum(place.parts[: place.shard])
     return tensor[start : start + rows * place.parts[place.shard]]
+
+
+def packed_names(names: Iterable[str], served_names: ServedNames) -> list[list[str]]:
+    """Return diffusers' names in groups: each is one of vllm-omni's parameters, in its order.
+
+    A name that nothing packs is a group of its own. Groups are in the order of their first names.
+    """
+    groups: dict[tuple[str, str, str], dict[int, str]] = {}
+    for name in names:
+        key, shard = _packed_place(name, served_names)
+        groups.setdefault(key, {})[shard] = name
+    packed = []
+    for group in groups.values():
+        packed.append([group[shard] for shard in sorted(group)])
+    return packed
+
+
+def _packed_place(name: str, served_names: ServedNames) -> tuple[tuple[str, str, str], int]:
+    """Return what tells a name's parameter from all others, and the name's shard of it."""
+    module, _, leaf = name.rpartition(".")
+    for served, shards in served_names.items():
+        segments = shards if isinstance(shards, Segments) else _equal(shards)
+        for shard, segment in enumerate(segments.names) if len(segments.names) > 1 else ():
+            # a segment is a module's name, or a parameter's with its leaf
+            for whole, suffix in ((module, leaf), (name, "")):
+                if f".{whole}".endswith(f".{segment}"):
+                    return (served, whole.removesuffix(segment), suffix), shard
+    return ("", name, ""), 0

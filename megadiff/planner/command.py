@@ -200,6 +200,9 @@ def to_text(plan: MemoryPlan, config: Config, network: Network) -> str:
     if config.lora.rank:
         trained = f"{model.num_trained / 1e9:.3g} B are trained"
         lines.append(f"LoRA of rank {config.lora.rank}: {trained}, all else is frozen")
+        configured = [row for row in plan.estimates if row.placing.backend == config.engine.backend]
+        if any(row.work.shares_base for row in configured):
+            lines.append("the frozen base is on a GPU once, for its trainer rank and its replica")
 
     num_passes = "two passes (guidance)" if work.passes == 2 else "one pass"
     names = ("engine", "dp", "repl", "sp", "tp", "SP", "params", "grads", "optim", *PHASES)

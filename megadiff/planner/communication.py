@@ -117,7 +117,7 @@ class Network:
         traffic = step_traffic(self.model, placing, work, self._passes(work))
         traffic += push_traffic(
             placing,
-            pushed_bytes=self._pushed_bytes(),
+            pushed_bytes=self._pushed_bytes(work),
             links=self.links,
             is_separate=is_separate,
         )
@@ -196,14 +196,15 @@ class Network:
             forwards=recomputed * microbatches,
         )
 
-    def _pushed_bytes(self) -> int:
+    def _pushed_bytes(self, work: Work) -> int:
         """Return the bytes of a step's push: what was trained, or all to replicas that slept."""
         model = self.model
         if not build_algorithm(self.config.algorithm).on_policy:
             return 0
         num_lora = sum(map(math.prod, model.lora.values()))
         elements = (model.num_components - model.num_frozen) * (num_lora or model.num_parameters)
-        if sleeps(self.config, device_type="cuda"):
+        # a shared base is never sent
+        if sleeps(self.config, device_type="cuda") and not work.shares_base:
             elements = model.num_components * (num_lora + model.num_parameters)
         return DTYPES[self.config.model.dtype].itemsize * elements
 

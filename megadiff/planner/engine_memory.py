@@ -16,6 +16,7 @@ from functools import cached_property
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
 from megadiff.parallel.plan import ParallelPlan, shard_box
+from megadiff.sync.shared_base import base_layout
 from megadiff.types import LoraSpec, Shape, Shapes
 
 Ranges = list[tuple[int, int]]  # (start, end) each
@@ -128,6 +129,7 @@ class Work:
     accumulates: whether gradients stay whole on each rank between microbatches.
     keeps_average: whether the engine keeps a running average of the weights.
     compiled: whether blocks are.
+    shares_base: whether LoRA's base lies whole on the rank, for its replica too.
     """
 
     rows: int
@@ -142,6 +144,7 @@ class Work:
     accumulates: bool
     keeps_average: bool
     compiled: bool = False
+    shares_base: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +200,15 @@ def _veomni_static(model: ModelShape, placing: Placing, work: Work) -> Static:
     trained = [fsdp_shard(shape, placing.shards) for shape in model.trained.values()]
     masters = FLOAT32 * (lora or trainable)
 
+    frozen = work.itemsize * (base if lora else base - trainable)
+    if work.shares_base:
+        served_names = model.adapter.served_names or {}
+        frozen = base_layout(model.shapes, work.itemsize, served_names).num_bytes
+
     return Static(
         reference=0 if lora else masters,
         masters=masters,
-        parameters=masters + work.itemsize * (base if lora else base - trainable),
+        parameters=masters + frozen,
         gradients=FLOAT32 * sum(trained),
         optimizer=MOMENTS * sum(trained) + STEP_COUNTER * len(trained),
         average=masters if work.keeps_average else 0,
@@ -218,14 +226,17 @@ def fsdp_shard(shape: Shape, shards: int) -> int:
 
 def _veomni_gathered(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
     """Count whole weights and gradients: of the model under accumulation, else block by block."""
+    # of a shared base nothing is gathered
+    gathered = model.lora if work.shares_base else model.shapes
     if training and work.accumulates:
         # Until the last backward reduces them. A rank's own gradients (Static.gradients) come
         # beside: a block frees memory on the stream that computes, and reduced shards are taken on
         # another.
-        return model.num_parameters * work.itemsize + FLOAT32 * model.num_trained
+        num_gathered = sum(map(math.prod, gathered.values()))
+        return num_gathered * work.itemsize + FLOAT32 * model.num_trained
 
     num_blocks = GATHERED_FORWARD + (0 if training else GATHERED_COPY)
-    units = model.units(model.shapes)
+    units = model.units(gathered)
     root_elements = units.pop(None, 0)
     elements = root_elements + num_blocks * max(units.values(), default=0)
     if not training:

@@ -229,7 +229,9 @@ def _phases(
     }
     # an idle component's optimizer is on the host outside of its updates
     resting = resident | {"optimizer": 0} if model.idle_offloaded else resident
-    awake = {"replica": replicas.weights * replicas.per_gpu}
+    # a shared base is among the trainer's parameters
+    mapped = replicas.transformers if work.shares_base else 0
+    awake = {"replica": (replicas.weights - mapped) * replicas.per_gpu}
     asleep = {"replica": 0} if replicas.sleeps else awake
     on_policy = build_algorithm(config.algorithm).on_policy
 
@@ -251,8 +253,9 @@ def _phases(
     if on_policy or config.eval.every:
         working = {"replica at work": replicas.working * replicas.per_gpu}
         phases["rollout"] = resting | awake | working
-        landing = {"replica": replicas.pushed * replicas.per_gpu}
-        largest = max(map(prod, model.shapes.values())) * DTYPES[config.model.dtype].itemsize
+        landing = {"replica": (replicas.pushed - mapped) * replicas.per_gpu}
+        sent = model.lora if work.shares_base else model.shapes
+        largest = max(map(prod, sent.values())) * DTYPES[config.model.dtype].itemsize
         bucket = max(config.sync.bucket_mib * 2**20, largest)
         # The bucket that is sent and the next one; the largest tensor, which is gathered on one
         # side and read on the other.

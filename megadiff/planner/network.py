@@ -135,7 +135,8 @@ def fsdp_traffic(
     weights fit, they are gathered in an update's first microbatch and gradients are reduced in its
     last (Work.accumulates).
     """
-    rest, blocks = _padded(model, {**model.shapes, **model.lora}, placing.shards)
+    base = {} if work.shares_base else model.shapes  # of a shared base nothing is gathered
+    rest, blocks = _padded(model, {**base, **model.lora}, placing.shards)
     trained = sum(_padded(model, model.trained, placing.shards))
     once = work.accumulates and passes.microbatches > 1
     num_updates = passes.components * passes.updates

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megadiff.algorithms import build_algorithm
 from megadiff.config.schema import Config
+from megadiff.engines.shared_base import shares_base
 from megadiff.engines.veomni import UNSHARDED_SHARE, unsharded_bytes
 from megadiff.models.adapter import ModelAdapter
 from megadiff.planner.engine_memory import ModelShape, Placing, Work
@@ -44,8 +45,11 @@ def work_of(
     num_microbatches = math.ceil(rows / config.train.microbatch_size)
     itemsize = DTYPES[config.engine.dtype].itemsize
     # only VeOmni shards between microbatches; Megatron's buffers are always whole
+    shared = shares_on(config, model, placing)
     unsharded = unsharded_bytes(
-        num_elements=model.num_parameters, num_trained=model.num_trained, itemsize=itemsize
+        num_elements=model.num_trained if shared else model.num_parameters,
+        num_trained=model.num_trained,
+        itemsize=itemsize,
     )
 
     tokens = model.adapter.token_count(sampling, text_tokens)
@@ -64,6 +68,15 @@ def work_of(
         keeps_average=config.algorithm.ema_decay > 0,
         # Transformer Engine's layers stay as they are, and cut blocks into several graphs
         compiled=config.engine.compile and not (is_megatron and config.engine.fp8 != "none"),
+        shares_base=shared,
+    )
+
+
+def shares_on(config: Config, model: ModelShape, placing: Placing) -> bool:
+    """Tell whether ranks placed so hold LoRA's base once with their replicas, on GPUs."""
+    placed = replace(config, engine=replace(config.engine, backend=placing.backend))
+    return shares_base(
+        placed, model.adapter, device_type="cuda", world_size=placing.layout.world_size
     )
 
 

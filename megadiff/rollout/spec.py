@@ -63,6 +63,9 @@ class ReplicaSpec:
         "bring all weights",
         False,
     )
+    shared_base: bool = _flag(
+        "load no transformer: map the frozen weights of a trainer on the same device", False
+    )
     stage_config: Path | None = _flag(
         "a stage configuration file of vllm-omni", None, key="rollout.stage_config"
     )

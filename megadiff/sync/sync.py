@@ -22,7 +22,9 @@ from torch import Tensor
 
 from megadiff.observe.metrics import stage_key
 from megadiff.parallel.collectives import raise_together
+from megadiff.parallel.plan import is_lora
 from megadiff.sync.bucket import Bucket
+from megadiff.sync.shared_base import MappedPush, SharedBase
 from megadiff.sync.transports.base import SyncError, Transport
 from megadiff.tensors.fingerprint import commit_digest, fingerprints
 from megadiff.tensors.lora_names import Box, lora_manifest, lora_modules, used_tensor, worker_box
@@ -67,6 +69,7 @@ class WeightSync:
     components, or with LoRA their LoRA tensors.
     transport: to this rank's replicas, which may be none. manifest: of the base weights. boxes: of
     the workers of all replicas that this rank shares.
+    shared_base: the frozen base where replicas map it: its buckets are named to them, not sent.
     seconds: of the last push on this rank: `gather` (waiting for buckets), `send` (waiting for
     replicas), `fingerprint` and `commit`.
     """
@@ -77,6 +80,7 @@ class WeightSync:
     boxes: WorkerBoxes
     bucket_bytes: int
     cpu_group: dist.ProcessGroup
+    shared_base: SharedBase | None = None
     version: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     _num_bytes: int = field(init=False, default=0)
@@ -110,6 +114,13 @@ class WeightSync:
             self.version = version
             seconds = {stage_key(f"sync_{stage}"): value for stage, value in self.seconds.items()}
         return {"sync/gib": self._num_bytes / 2**30, **seconds}
+
+    def wake(self) -> None:
+        """Push at the next push() whatever its version, and what has changed alone.
+
+        So replicas wake up that slept and kept the weights, as those with a shared base do.
+        """
+        self.version = None
 
     def forget(self) -> None:
         """Bring everything at the next push, whatever its version, as after Fleet.sleep()."""
@@ -150,14 +161,17 @@ class WeightSync:
         error: BaseException | None = None
         try:
             sending = thread.submit(self.transport.begin, version, manifest, self.engine.lora)
+            mapped = self._mapped_push(manifest)
 
             # To the end, even after an error: the other ranks are in the same collectives.
             for bucket in self._gathered(manifest):
                 error = error or self._outcome(sending, "send")
                 if not error and self.transport.targets:
-                    sending = thread.submit(self.transport.send, bucket)
+                    is_mapped = mapped is not None and not is_lora(bucket[0][0])
+                    send = mapped.send if mapped and is_mapped else self.transport.send
+                    sending = thread.submit(send, bucket)
                     with self._timer("fingerprint"):  # while the bucket travels
-                        sent.add(bucket)
+                        sent.add(bucket, travels=not is_mapped)
             error = error or self._outcome(sending, "send")
 
             difference = name_difference(set(manifest), sent.new_names)
@@ -182,6 +196,12 @@ class WeightSync:
             except Exception as failure:
                 error = error or failure
         return error
+
+    def _mapped_push(self, manifest: Manifest) -> MappedPush | None:
+        """Return what tells the targets where a shared base is, where this push is of one."""
+        if self.shared_base is None or all(map(is_lora, manifest)):
+            return None
+        return MappedPush(self.shared_base, self.transport)
 
     def _gathered(self, manifest: Manifest) -> Iterator[Bucket]:
         # Sorted, as every rank must gather in the same order.
@@ -233,12 +253,12 @@ class SentFingerprints:
         # filled when all of a push is here: id of boxes → what is expected there, and its digest
         self._of_boxes: dict[int, tuple[JsonObject, str]] = {}
 
-    def add(self, bucket: Bucket) -> None:
-        """Fingerprint a bucket of this push."""
+    def add(self, bucket: Bucket, *, travels: bool = True) -> None:
+        """Fingerprint a bucket of this push. travels: whether its bytes do."""
         cuts: dict[Box | None, dict[str, Tensor]] = {}
         for name, tensor in bucket:
             self.new_names.add(name)
-            self.num_bytes += tensor.nbytes
+            self.num_bytes += tensor.nbytes if travels else 0
             # a box that several workers have is hashed once
             for box in {self._box(name, boxes) for boxes in self._unlike.values()}:
                 cut = tensor[tuple(slice(begin, end) for begin, end in box or ())]

@@ -74,10 +74,11 @@ def build_run(
     events = Events(run_folder(config), node=mesh.node)
     # Servers load while the engine does, and stop whatever happens from here on.
     judges = launch_judges(config, mesh, run_folder(config), stack)
-    processes = launch(config, mesh, run_folder(config))
+    processes = launch(config, mesh, adapter, run_folder(config))
     stack.callback(stop_all, processes)
     start_s = time.monotonic()
     engine = build_engine(config, mesh, adapter)
+    stack.callback(engine.close)
     logger.info("engine %s loaded after %.1f s", config.engine.backend, time.monotonic() - start_s)
 
     sampler = PromptSampler(
@@ -123,7 +124,7 @@ def build_sft_run(
     # Servers start while data are encoded and the engine loads.
     if config.eval.every:
         judges = launch_judges(config, mesh, run_folder(config), stack)
-        processes = launch(config, mesh, run_folder(config))
+        processes = launch(config, mesh, adapter, run_folder(config))
         stack.callback(stop_all, processes)
 
     sampling = sft_sampling(config.rollout)
@@ -143,6 +144,7 @@ def build_sft_run(
 
     # after that: VAE and text encoder need the memory that the engine takes
     engine = build_engine(config, mesh, adapter)
+    stack.callback(engine.close)
     algorithm = build_algorithm(config.algorithm)
     batches = FlowBatches(
         dataset,

@@ -40,9 +40,11 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
     )
     ranks = gather_json({"host": host_name(), "device": device_name(mesh.device)}, users.group)
 
+    on_gpus = mesh.device.type == "cuda"
     transport = agreed(
         lambda: build_transport(
-            config.sync.transport,
+            # a base in GPU memory is mapped by the replica on that GPU
+            "shm" if engine.shared_base and on_gpus else config.sync.transport,
             targets,
             workers,
             ranks=ranks,
@@ -63,4 +65,5 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
         boxes=boxes,
         bucket_bytes=config.sync.bucket_mib * 2**20,
         cpu_group=mesh.cpu_group,
+        shared_base=engine.shared_base,
     )

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
+from megadiff.engines.shared_base import base_obstacle, shares_base
+from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import agreed, read_once
 from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.client.processes import ReplicaProcess, environment_token, write_token
@@ -99,7 +101,7 @@ def replicas_per_node(config: Config, *, num_nodes: int, num_ranks: int, on_gpus
     return config.rollout.num_replicas // num_nodes or by_default
 
 
-def launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
+def launch(config: Config, mesh: Mesh, adapter: ModelAdapter, folder: Path) -> list[ReplicaProcess]:
     """Start a colocated run's processes on each node's first rank; return at once. Collective.
 
     Returns [] on the other ranks.
@@ -111,7 +113,16 @@ def launch(config: Config, mesh: Mesh, folder: Path) -> list[ReplicaProcess]:
         lambda: fresh_token(folder), source=0, group=mesh.cpu_group, world=mesh.cpu_group
     )
     here = mesh.rank == mesh.node_source
-    return agreed(lambda: _launch(config, mesh, folder, token), mesh.cpu_group, here=here) or []
+    shared = shares_base(config, adapter, device_type=mesh.device.type, world_size=mesh.world_size)
+    if config.lora.rank and not shared and mesh.rank == 0:
+        obstacle = base_obstacle(
+            config, adapter, device_type=mesh.device.type, world_size=mesh.world_size
+        )
+        logger.info("trainer and replicas hold LoRA's base apart: %s", obstacle)
+    processes = agreed(
+        lambda: _launch(config, mesh, folder, token, shared_base=shared), mesh.cpu_group, here=here
+    )
+    return processes or []
 
 
 def fresh_token(folder: Path) -> str:
@@ -145,7 +156,9 @@ def log_file(folder: Path, name: str) -> Path:
     return folder / "logs" / f"{name}.log"
 
 
-def _launch(config: Config, mesh: Mesh, folder: Path, token: str) -> list[ReplicaProcess]:
+def _launch(
+    config: Config, mesh: Mesh, folder: Path, token: str, *, shared_base: bool
+) -> list[ReplicaProcess]:
     if config.sync.transport == "disk":
         # Else replicas would load an older state before they get this one.
         clear(weights_folder(config, mesh, folder))
@@ -158,7 +171,7 @@ def _launch(config: Config, mesh: Mesh, folder: Path, token: str) -> list[Replic
         name = f"replica_{mesh.node * count + index}"
         processes.append(
             ReplicaProcess(
-                replica_spec(config, mesh, folder, name=name),
+                replica_spec(config, mesh, folder, name=name, shared_base=shared_base),
                 log=log_file(folder, name),
                 num_threads=num_threads,
                 gpus=gpus[index],
@@ -168,7 +181,9 @@ def _launch(config: Config, mesh: Mesh, folder: Path, token: str) -> list[Replic
     return processes
 
 
-def replica_spec(config: Config, mesh: Mesh, folder: Path, *, name: str) -> ReplicaSpec:
+def replica_spec(
+    config: Config, mesh: Mesh, folder: Path, *, name: str, shared_base: bool = False
+) -> ReplicaSpec:
     """Return how a replica of a colocated run is started."""
     device_type = mesh.device.type
     return config_spec(
@@ -181,6 +196,7 @@ def replica_spec(config: Config, mesh: Mesh, folder: Path, *, name: str) -> Repl
         weights=weights_folder(config, mesh, folder) if config.sync.transport == "disk" else None,
         parent_pid=os.getpid(),
         fp8_in_place=config.rollout.fp8 and sleeps(config, device_type=device_type),
+        shared_base=shared_base,
     )
 
 

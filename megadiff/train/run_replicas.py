@@ -139,12 +139,15 @@ class RunReplicas:
     def rest(self) -> None:
         """Let the replicas free their weights' memory where rollout.sleep says so.
 
-        The next push then brings every weight, and wakes them. Where they do not sleep, they give
-        back what sampling needed.
+        The next push wakes them, and brings every weight but those of a shared base. Where they do
+        not sleep, they give back what sampling needed.
         """
         if self._sleeps:
             agreed(self.fleet.sleep, self._mesh.cpu_group, here=self._users.here)
-            self.sync.forget()
+            if self.sync.shared_base:
+                self.sync.wake()
+            else:
+                self.sync.forget()
         else:
             self.trim()
         self._judges.sleep()

@@ -51,6 +51,7 @@ def build(
     lora: tuple[int, float] = (0, 0.0),
     lora_targets: tuple[str, ...] = (),
     lora_start: Path | str = "",
+    shared_base: str = "auto",
     budget: float = 0.5,
     compiled: bool = False,
     fp8: str = "none",
@@ -87,6 +88,7 @@ def build(
     )
     config.lora.rank, config.lora.alpha = lora
     config.lora.targets, config.lora.start = list(lora_targets), str(lora_start)
+    config.lora.shared_base = shared_base
     config.parallel.sequence_parallel = bool(sizes.get("sequence_parallel", True))
     config.train.microbatch_size = microbatch_size
     config.train.components, config.train.component_weighting = list(components), balance

@@ -52,6 +52,9 @@ LAYOUTS = {  # engine, world size, sizes of the axes, budget
     "veomni_dp2": ("veomni", 2, {}, 0.5),
     "veomni_sp2": ("veomni", 2, {"sp": 2}, 0.5),
     "veomni_hsdp2": ("veomni", 2, {"dp_replicate": 2}, 1.0),
+    "veomni_dp1_sharded": ("veomni", 1, {}, 1.0),
+    "veomni_dp2_sharded": ("veomni", 2, {}, 0.5),
+    "veomni_sp2_sharded": ("veomni", 2, {"sp": 2}, 0.5),
     "megatron_tp1": ("megatron", 1, {}, 0.5),
     "megatron_tp2_whole_tokens": ("megatron", 2, {"tp": 2, **WHOLE_TOKENS}, 0.5),
     "megatron_tp2": ("megatron", 2, {"tp": 2}, 1.0),
@@ -268,6 +271,7 @@ def _check_end(engine: ComponentsEngine, tiny_model: Path, end: ShardFolder, lay
     ("writer", "reader"),
     [
         ("veomni_dp2", "veomni_dp2"),
+        ("veomni_dp2_sharded", "veomni_sp2"),
         ("megatron_tp2_dp2", "megatron_tp2_dp2"),
         ("veomni_dp2", "megatron_tp2"),
         ("megatron_tp2_dp2", "veomni_sp2"),
@@ -287,6 +291,16 @@ def test_checkpoint_goes_on_under_another_engine_or_layout(
     if writer == reader:
         assert resumed == uninterrupted
         assert differing(run(writer) / "end", tmp_path / "end") == []
+
+
+@pytest.mark.parametrize("layout", ["veomni_dp1", "veomni_dp2", "veomni_sp2"])
+def test_a_shared_base_changes_no_bit(layout, run):
+    """Weights, moments and figures after all updates are those of a base that FSDP2 shards."""
+    shared = run(layout)
+    sharded = run(f"{layout}_sharded")
+    assert differing(shared / "end", sharded / "end") == []
+    figures = [json.loads((out / "figures.json").read_text()) for out in (shared, sharded)]
+    assert figures[0] == figures[1]
 
 
 def _resume_worker(tiny_model: Path, checkpoint: Path, out: Path, layout: str) -> None:
@@ -432,4 +446,12 @@ def _trainer(tiny_model: Path, layout: str) -> ComponentsEngine:
 
 def _engine(tiny_model: Path, layout: str, **options: object) -> ComponentsEngine:
     backend, _, sizes, budget = LAYOUTS[layout]
-    return build(tiny_model, sizes, backend=backend, budget=budget, lora=(RANK, ALPHA), **options)
+    return build(
+        tiny_model,
+        sizes,
+        backend=backend,
+        budget=budget,
+        lora=(RANK, ALPHA),
+        shared_base="never" if layout.endswith("_sharded") else "auto",
+        **options,
+    )

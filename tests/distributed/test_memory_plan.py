@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -101,7 +102,9 @@ def test_plan_is_what_the_engine_allocates(case, tiny_model, tiny_wan, tmp_path,
     )
     adapter = build_adapter(folder)
     model = model_shape(adapter, LoraConfig(rank=rank))
-    work = activation_work(adapter, DTYPES[dtype].itemsize)
+    shared = ranks[0]["shares base"]
+    assert shared == (case == "veomni_sp2_lora"), "of equal dtypes, and a family that shares"
+    work = replace(activation_work(adapter, DTYPES[dtype].itemsize), shares_base=shared)
     planned = static_bytes(model, placing, work)
     for part in ("parameters", "gradients", "optimizer", "average", "reference"):
         fullest = max(measured[part] for measured in ranks)
@@ -168,6 +171,7 @@ def _measure(
         "average": _bytes(_plain(only(engine)._average.values()), on_host=_host_pieces(engine)),
         "reference": sum(tensor.nbytes for tensor in (only(engine)._reference or {}).values()),
         "kept": kept_by_autograd(engine.adapter, only(engine).transformer),
+        "shares base": engine.shared_base is not None,
         "gradients before and after": [before, _bytes(_gradients(engine))],
     }
     (out / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(measured))

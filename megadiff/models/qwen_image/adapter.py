@@ -14,7 +14,7 @@ from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
 from megadiff.models.adapter import Images
 from megadiff.models.image_family import ImageFamily
 from megadiff.models.packing import PATCH
-from megadiff.models.qwen_image.plan import PLAN
+from megadiff.models.qwen_image.plan import PLAN, SERVED_NAMES
 from megadiff.models.qwen_image.rotary import rotate_in_real
 from megadiff.models.qwen_image.streams import keep_streams_in_float32
 from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
@@ -33,6 +33,7 @@ class QwenImageAdapter(ImageFamily):
     transformer_class = "QwenImageTransformer2DModel"
     rollout_pipeline = "megadiff.models.qwen_image.pipeline:QwenImageRolloutPipeline"
     plan = PLAN
+    served_names = SERVED_NAMES
     guidance_keys = ("true_cfg_scale",)
     veomni_splits_tokens = True
     max_prompt_tokens = 1024  # as in the pipeline of diffusers

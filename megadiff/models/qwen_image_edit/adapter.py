@@ -27,6 +27,7 @@ class QwenImageEditAdapter(QwenImageAdapter):
     title = "Qwen-Image-Edit"
     published = {"2509, 20.4 B": "", "2511, 20.4 B": ""}
     pipeline_class = "QwenImageEditPlusPipeline"
+    served_names = None  # its replica was never seen to map a base
     rollout_pipeline = "megadiff.models.qwen_image_edit.pipeline:QwenImageEditRolloutPipeline"
     supervised_obstacle = "an edit begins with given images, which captioned ones lack"
     needs_images = True

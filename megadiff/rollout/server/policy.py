@@ -32,10 +32,12 @@ class PolicyState:
     expected: every base tensor of the pipeline.
     """
 
-    def __init__(self, expected: Manifest) -> None:
+    def __init__(self, expected: Manifest, *, has_weights: bool = True) -> None:
+        """Begin with the weights on disk, or asleep where none were loaded."""
         self.expected = expected
         self.version = UNPUSHED
-        self.state = "ready"
+        self.state = "ready" if has_weights else "asleep"
+        self._has_weights = has_weights
         self.pending_version = UNPUSHED  # means something while updating only
         self.num_pushes = 0  # that have begun: a bucket belongs to one of them
         self.lora: LoraSpec | None = None  # of the policy, or of the push that is open
@@ -85,6 +87,7 @@ class PolicyState:
             )
 
         self._holds_base = False
+        self._has_weights = True
         self.num_pushes += 1
         self.state = "updating"
         self.pending_version = version
@@ -139,11 +142,16 @@ class PolicyState:
         """Forget the tensors that came, as they are not whole any more; only a new push helps."""
         self._received = set()
 
-    def fall_asleep(self) -> None:
-        """Enter asleep. Raises Refused(409) when not ready."""
+    def fall_asleep(self, *, keeps_base: bool = False) -> None:
+        """Enter asleep. Raises Refused(409) when not ready.
+
+        keeps_base: whether the push that wakes it may leave out what it holds.
+        """
+        if not self._has_weights:
+            return  # it has been asleep from the start
         self.require_ready()
         self.state = "asleep"
-        self._holds_base = False
+        self._holds_base = self._holds_base and keeps_base
 
     def _checked_groups(self, manifest: Manifest, lora: LoraSpec | None) -> set[WeightGroup]:
         """Return all groups that the replica uses after the push.

@@ -70,7 +70,7 @@ class Replica:
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        self.policy = PolicyState(self.expected)
+        self.policy = PolicyState(self.expected, has_weights=not self.spec.shared_base)
         self.owner = Owner(time.monotonic)
         self.load = Load(time.monotonic)
         self.gpu_bytes: tuple[int, int] | None = None  # worker 0's allocated and reserved ones
@@ -310,7 +310,8 @@ class Replica:
         Raises Refused when not ready.
         """
         async with self._turn(run):
-            self.policy.fall_asleep()
+            # a base that a trainer holds is not the replica's to free
+            self.policy.fall_asleep(keeps_base=self.spec.shared_base)
             await self._drained()
             await call_worker(self.engine, "free_weights")
 

@@ -164,6 +164,11 @@ def check_hardware(spec: ReplicaSpec, *, num_heads: int) -> None:
             f"--tp {spec.tp}, but {torch.cuda.device_count()} GPUs are visible; give at most that"
         )
 
+    if spec.shared_base and (spec.tp > 1 or spec.fp8 or spec.weights is not None):
+        raise ValueError(
+            "--shared-base maps a trainer's weights whole and as they are; leave out --tp, --fp8 "
+            "and --weights"
+        )
     if spec.fp8_in_place and not spec.fp8:
         raise ValueError(
             "--fp8-in-place says how --fp8 keeps its weights; give --fp8 as well, or neither"

@@ -35,7 +35,9 @@ from megadiff.rollout.spec import process_title
 from megadiff.rollout.worker.fp8 import Fp8Linears
 from megadiff.rollout.worker.freed_weights import FreedWeights, ParkedWeights
 from megadiff.rollout.worker.lora import WRAPPED, PolicyLora
+from megadiff.rollout.worker.mapped_base import map_parameters
 from megadiff.rollout.worker.weight_feed import Pairs, WeightFeed
+from megadiff.sync.shared_base import MAPPED, MappedMemory
 from megadiff.sync.transports.receive import Receiver
 from megadiff.tensors.boxes import worker_boxes
 from megadiff.tensors.fingerprint import fingerprints
@@ -157,12 +159,16 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         """Copy a bucket's tensors into the pipeline, by vllm-omni's own loader; set LoRA aside.
 
         Tensors are read one by one and never aliased: the memory is the sender's again afterwards.
+        But those of a shared base are mapped: parameters become views of the trainer's memory.
         """
+        if source["transport"] == MAPPED:
+            map_parameters(self._pipeline, self._mapped, source, self._places, self._parameters())
+            return
         with self._receiver.tensors(source) as pairs:
             self._load(pairs)
 
     def free_weights(self) -> None:
-        """Give the memory of all weights back to the device.
+        """Give the memory of all weights back to the device, but for a mapped base.
 
         The base weights are lost; the next push opens with memory for them and must bring them all.
         Text encoder and VAE wait in host memory. The LoRA layers stay.
@@ -172,7 +178,9 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if self._parked is None:
             self._parked = ParkedWeights(self._parameters(pushed=False).values())
         self._parked.park()
-        self._freed = FreedWeights(self._parameters().values())
+        # a mapped base is the trainer's
+        weights = {} if self._pipeline.maps_base else self._parameters()
+        self._freed = FreedWeights(weights.values())
         self._freed.free()
         self._fp8.free_copies()
         self.trim()
@@ -238,6 +246,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 self.lora_manager.set_aside(name, tensor)
             elif served is None:
                 raise ValueError(f"the replica's model has no tensor {name}")
+            elif self._pipeline.maps_base:
+                raise ValueError(f"{name} is of a base that this replica maps; it takes no copy")
             elif self.lora_manager.wraps(module_of(served.parameter)):
                 yield f"{module_of(name)}.{WRAPPED}.{name.rpartition('.')[2]}", tensor
             else:
@@ -331,6 +341,10 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     @cached_property
     def _receiver(self) -> Receiver:
         return Receiver(self._pipeline.device, worker=get_tp_group().rank_in_group)
+
+    @cached_property
+    def _mapped(self) -> MappedMemory:
+        return MappedMemory(self._pipeline.device)
 
     @cached_property
     def _feed(self) -> WeightFeed:

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megadiff.sync.bucket import file_manifest, read_flat
+from megadiff.sync.shared_base import MAPPED
 from megadiff.sync.transports import cuda_ipc, disk, group, shared_memory
 from megadiff.sync.transports.table import TRANSPORTS
 from megadiff.tensors.manifest import Manifest
@@ -41,7 +42,7 @@ def resolve(source: object, *, weights_folder: Path | None) -> tuple[Manifest, d
         )
         return file_manifest(path), {"transport": "file", "path": str(path)}
 
-    if bucket == "memory":
+    if bucket == "memory" or transport == MAPPED:
         manifest: Any = source.get("tensors")
         _check_rows(manifest)
         return manifest, source

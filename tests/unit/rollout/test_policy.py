@@ -135,6 +135,33 @@ def test_sleep() -> None:
     assert policy.state == "updating"
 
 
+def test_a_replica_that_loads_no_weights_is_asleep() -> None:
+    policy = PolicyState(EXPECTED, has_weights=False)
+    with refused(409, "asleep and holds no weights"):
+        policy.require_ready()
+    policy.fall_asleep(keeps_base=True)
+    with refused(409, "which this replica does not hold"):
+        policy.begin(1, {})
+    policy.begin(1, EXPECTED)
+    policy.loaded(EXPECTED)
+    policy.commit()
+    policy.require_ready(1)
+
+
+def test_a_base_that_sleep_keeps_need_not_come_again() -> None:
+    policy = PolicyState(EXPECTED, has_weights=False)
+    policy.begin(1, EXPECTED)
+    policy.loaded(EXPECTED)
+    policy.commit()
+    policy.fall_asleep(keeps_base=True)
+    with refused(409, "asleep"):
+        policy.require_ready(1)
+    policy.begin(1, {})
+    policy.check_commit(1)
+    policy.commit()
+    policy.require_ready(1)
+
+
 LORA = LoraSpec(rank=2, alpha=4.0, modules=("a",))
 ADAPTER = {
     "transformer.a.lora_A.weight": {"dtype": "float32", "shape": [2, 3]},

@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from megadiff.models.served_names import ServedPlace
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.plan import is_lora
+from megadiff.sync.shared_base import MAPPED, MappedMemory, SharedBase
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.base import HttpTransport
 from megadiff.tensors.fingerprint import commit_answer, fingerprint
@@ -203,6 +205,50 @@ def test_the_base_travels_once_and_then_lora_alone(cpu_group):
     )
     sync.push(3)
     assert target.begun[-1] == set()  # nothing was trained
+
+
+class MappingTarget(Target):
+    """A replica that maps the base instead of reading it."""
+
+    def weights_bucket(self, bucket):
+        if not isinstance(bucket, dict):
+            super().weights_bucket(bucket)
+            return
+        assert bucket["transport"] == MAPPED
+        places = {name: ServedPlace(parameter=name) for name in bucket["tensors"]}
+        empty = {name: torch.empty(row["shape"]) for name, row in bucket["tensors"].items()}
+        self.memory = MappedMemory(torch.device("cpu"))
+        self.held |= dict(self.memory.views(bucket, places, empty))
+
+
+def test_a_shared_base_is_mapped_and_never_sent(cpu_group):
+    """A push that wakes replicas brings nothing; one flipped bit of the base is found."""
+    base = SharedBase(
+        {name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()},
+        dtype=torch.float32,
+        served_names={},
+        device=torch.device("cpu"),
+    )
+    for name, tensor in base.tensors.items():
+        tensor.copy_(WEIGHTS[name])
+    source, target = Source(base.tensors, LORA), MappingTarget()
+    sync = _sync(cpu_group, source, target)
+    sync.shared_base = base
+    lora_gib = pytest.approx(4 * (2 * 2 * 8 + 2 * 4 * 2) / 2**30)
+    assert sync.push(0)["sync/gib"] == lora_gib
+    assert target.begun == [set(MANIFEST) | set(lora_tensors(1))]
+    assert torch.equal(target.held[NAME], WEIGHTS[NAME])
+
+    sync.wake()
+    assert sync.push(0)["sync/gib"] == 0 and target.begun[-1] == set()
+    source.changed = {"transformer"}
+    assert sync.push(1)["sync/gib"] == lora_gib and target.begun[-1] == set(lora_tensors(1))
+
+    bits = base.tensors[NAME].view(torch.int32)
+    bits[1, 3] ^= 1
+    source.changed = {"transformer"}
+    with pytest.raises(AgreedError, match=f"holds 1 of 9 tensors with other bits.*{NAME}"):
+        sync.push(2)
 
 
 def test_lora_that_is_bound_to_fewer_modules(cpu_group):

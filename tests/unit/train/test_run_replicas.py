@@ -83,6 +83,7 @@ class Parts:
         self.pushes: list[tuple[int, list[str]]] = []
         self.events: list[str] = []
         self.num_syncs = 0
+        self.shared_base: object = None
         self.on_push: Callable[[], object] = lambda: None
         self.fleet = FakeFleet(Client("a", "http://a"), Client("b", "http://b"))
         self.supervisor = FakeSupervisor({"a": ("http://a", 1), "b": ("http://b", 1)})
@@ -102,7 +103,9 @@ class Parts:
         return SimpleNamespace(
             push=self.push,
             forget=lambda: self.fleet.calls.append("forget"),
+            wake=lambda: self.fleet.calls.append("wake"),
             close=lambda: None,
+            shared_base=self.shared_base,
         )
 
     @contextmanager
@@ -146,6 +149,14 @@ def test_a_step_brings_its_version_and_replicas_sleep_where_that_is_asked_for(
     assert parts.fleet.calls == ["sampled policy", *rest]
     parts.replicas.wake(4)
     assert parts.pushes == [(3, BOTH), (4, BOTH)] and parts.num_syncs == 1
+
+
+def test_replicas_that_sleep_keep_a_shared_base(monkeypatch) -> None:
+    parts = Parts()
+    parts.replicas._sleeps = True
+    parts.replicas.sync.shared_base = object()
+    parts.replicas.rest()
+    assert parts.fleet.calls == ["sleep", "wake"]
 
 
 def test_members_change_before_a_push_only() -> None:
