@@ -112,8 +112,11 @@ class EngineConfig:
         False, "Compile veomni's blocks, which takes a minute at the first microbatch of each kind."
     )
     fp8: str = key("none", "megatron multiplies matrices in FP8.", choices=("none", "hybrid"))
-    offload_idle: bool = key(
-        True, "Of several components on GPUs, idle ones keep their optimizer state on the host."
+    offload: str = key(
+        "auto",
+        "Optimizer state waits in host memory between updates; auto: where replicas would not fit "
+        "beside it, and that of idle components.",
+        choices=("auto", "always", "never"),
     )
 
 

@@ -55,6 +55,7 @@ def build(
     compiled: bool = False,
     float32_streams: bool = False,
     device: str = "cpu",
+    offload: str = "auto",
     adapter: ModelAdapter | None = None,
     components: tuple[str, ...] = (),
     balance: str = "share",
@@ -77,7 +78,7 @@ def build(
     config.model.float32_streams = float32_streams
     config.engine.backend, config.engine.dtype = backend, dtype
     config.engine.activation_memory_budget = budget
-    config.engine.compile = compiled
+    config.engine.compile, config.engine.offload = compiled, offload
     config.optim.lr, config.optim.weight_decay, config.optim.max_grad_norm = (
         lr,
         weight_decay,
