@@ -56,7 +56,8 @@ class RunReplicas:
         """Take over a fleet.
 
         build_sync: collective. sampled_policy: an engine has the weights that steps draw with.
-        offload: frees what the trainer needs for updates alone; collective. report: told of pushes that begin anew.
+        offload: frees what the trainer needs for updates alone; collective.
+        report: told of pushes that begin anew.
         """
         self._report = report
         self.fleet = connection.fleet
