@@ -188,7 +188,13 @@ def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]
     which makes its state.
     """
     num_bytes, gpus = int(USABLE_GIB[options.gpu] * GIB), options.gpus
-    machine = Machine(world_size=gpus, gpus_per_node=gpus, num_bytes=num_bytes, headroom=0.1)
+    machine = Machine(
+        world_size=gpus,
+        gpus_per_node=gpus,
+        num_bytes=num_bytes,
+        host_bytes=psutil.virtual_memory().total,
+        headroom=0.1,
+    )
     own = make_plan(
         config,
         build_adapter(Path(config.model.path), config.model.family),

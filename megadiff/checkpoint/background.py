@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 
+from megadiff.process.host_memory import free_bytes, take_host_memory, unlock_host_memory
 from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import Progress
 
 logger = logging.getLogger(__name__)
 # Of what is free: replicas, rewards and the system's page cache want some as well.
 COPY_FRACTION = 0.5
-CGROUPS = Path("/sys/fs/cgroup")
-PROCESS_CGROUPS = Path("/proc/self/cgroup")
 
 
 class CopyMemory:
@@ -56,32 +52,9 @@ class CopyMemory:
         return snapshot.copied(self._memory)
 
     def _resize(self, num_bytes: int) -> None:
-        if self._locks and self._memory.nbytes:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-        self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-        if not self._locks or not num_bytes:
-            return
-        # Not by pin_memory: torch rounds its page-locked allocations up to powers of two.
-        if int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)):
-            # The copy is only slower, but CUDA tells its next kernel of the error, so here is one.
-            with suppress(RuntimeError):
-                torch.zeros(1, device="cuda")
-
-
-def free_bytes() -> int:
-    """Return this rank's part of the node's free memory; ranks of a node have equal parts."""
-    free = psutil.virtual_memory().available
-    # A container or a Slurm job may have less than the node: limits of cgroup v2, any above counts.
-    cgroup = CGROUPS / PROCESS_CGROUPS.read_text().rpartition("::/")[2].strip()
-    for folder in (cgroup, *cgroup.parents):
-        with suppress(OSError, ValueError, KeyError):  # no limit there, or "max"
-            limit = int((folder / "memory.max").read_text())
-            used = int((folder / "memory.current").read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            # cached files count as used, and give way
-            cached = int(stat["active_file"]) + int(stat["inactive_file"])
-            free = min(free, limit - used + cached)
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if self._locks:
+            unlock_host_memory(self._memory)
+        self._memory = take_host_memory(num_bytes, for_gpu=self._locks)
 
 
 class RankWrite:

@@ -28,8 +28,14 @@ from megadiff.config.schema import Config
 from megadiff.data.images import ImageSource
 from megadiff.engines import check_engine_installed
 from megadiff.models.adapter import ModelAdapter
-from megadiff.parallel.collectives import AgreedError
-from megadiff.parallel.mesh import Layout, init_mesh, local_world_size_of, world_size_from_env
+from megadiff.parallel.collectives import AgreedError, read_once
+from megadiff.parallel.mesh import (
+    Layout,
+    Mesh,
+    init_mesh,
+    local_world_size_of,
+    world_size_from_env,
+)
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.lifeline import kill_children, launcher_pid, watch
 from megadiff.process.title import set_title
@@ -125,6 +131,7 @@ def _train(config: Config, *, world_size: int) -> int:
                 config, adapter, layout, ranks_per_node=ranks_per_node, num_bytes=num_bytes
             )
 
+        _choose_offload(config, adapter, mesh)
         run: Run | SftRun
         if isinstance(data, ImageSource):
             run = build_sft_run(config, mesh, adapter, data, scorer, stack)
@@ -173,6 +180,32 @@ def _warn_of_layout(
     )
     if warning:
         logger.warning("%s", warning)
+
+
+def _choose_offload(config: Config, adapter: ModelAdapter, mesh: Mesh) -> None:
+    """Replace engine.offload=auto by what it means on these GPUs, for all ranks. Collective.
+
+    It stays auto where that needs no plan: on a CPU, beside no replica, and for several components.
+    """
+    is_colocated = config.rollout.mode == "colocated" and mesh.device.type == "cuda"
+    if config.engine.offload != "auto" or not is_colocated or len(adapter.components) > 1:
+        return
+
+    def choose() -> tuple[str, str]:
+        # it takes seconds, and other runs need none of it
+        from megadiff.planner.offload_choice import offload_choice
+
+        return offload_choice(
+            config,
+            adapter,
+            world_size=mesh.world_size,
+            ranks_per_node=mesh.local_world_size,
+            num_bytes=torch.cuda.get_device_properties(mesh.device).total_memory,
+        )
+
+    choice, reason = read_once(choose, source=0, group=mesh.cpu_group, world=mesh.cpu_group)
+    config.engine.offload = choice
+    logger.info("engine.offload=auto is %s: %s", choice, reason)
 
 
 class _Launcher:

@@ -37,6 +37,7 @@ RENAMED = {  # refused key → what to write instead
     "train.expert_balance": "train.component_weighting, with the same values",
     "rollout.expert_windows": "rollout.component_windows, with the same values",
     "rollout.first_frame": "rollout.images, with the same values",
+    "engine.offload_idle": "engine.offload: true is auto, false is never",
     "algorithm.global_std": "algorithm.advantage: true is global, false is group",
 }
 

@@ -116,8 +116,11 @@ class EngineConfig:
         "Blocks multiply in FP8, scaled by whole tensors or, with veomni, by rows.",
         choices=("none", "tensorwise", "rowwise"),
     )
-    offload_idle: bool = key(
-        True, "Of several components on GPUs, idle ones keep their optimizer state on the host."
+    offload: str = key(
+        "auto",
+        "Optimizer state waits in host memory between updates; auto: where replicas would not fit "
+        "beside it, and that of idle components.",
+        choices=("auto", "always", "never"),
     )
 
 

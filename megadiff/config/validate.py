@@ -233,6 +233,12 @@ def _check_engine(config: Config) -> None:
             "engine.fp8=rowwise with engine.backend=megatron: Transformer Engine scales whole "
             "tensors; set engine.fp8=tensorwise, or engine.backend=veomni"
         )
+    if engine.offload == "always" and config.rollout.mode == "separate":
+        raise ConfigError(
+            "engine.offload=always with rollout.mode=separate: no replica wants the memory of "
+            "these GPUs; set engine.offload=auto, or rollout.mode=colocated"
+        )
+
     if engine.fp8 != "none" and engine.dtype != "bfloat16":
         raise ConfigError(
             f"engine.fp8={engine.fp8} with engine.dtype={engine.dtype}: what is not in FP8 is in "

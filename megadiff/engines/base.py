@@ -99,6 +99,13 @@ class Engine(Protocol):
     def follow(self, decay: float) -> None:
         """Move the lagging policy: decay · lagging + (1 − decay) · weights. 0 copies them."""
 
+    def offload(self, *, waits: bool = True) -> None:
+        """Move what only updates need to host memory, where engine.offload says so.
+
+        The next update brings it back, beside its first forward and backward. waits: until the
+        accelerator's memory is free; else that is begun beside other work.
+        """
+
     def snapshot(self) -> Snapshot:
         """Return this rank's weights and optimizer state, where they are. Not collective."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,9 +21,10 @@ from megadiff.engines.base import Buckets, Loss
 from megadiff.engines.gate import StepGate
 from megadiff.engines.lora import check_lora, lora_values
 from megadiff.engines.microbatch import Batch, ComponentRows, component_rows, cut_rows
+from megadiff.engines.offload import check_free, offloads
 from megadiff.engines.sharded import ShardedEngine, Step
 from megadiff.models.adapter import ModelAdapter
-from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums
+from megadiff.parallel.collectives import agreed, all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
 from megadiff.sync.shared_base import SharedBase
 from megadiff.tensors.shards import Shard, ShardFolder
@@ -33,8 +35,9 @@ from megadiff.types import Figures, FlowBatch, LoraSpec
 class ComponentsEngine:
     """Fulfil engines.base.Engine. members: component → its engine, in the model's order.
 
-    With engine.offload_idle, of several members one at most has on the accelerator what only an
-    update needs: AdamW's moments, under Megatron the masters too. The others' is on the host.
+    With engine.offload, what only an update needs waits on the host: AdamW's moments, the running
+    average, under Megatron the masters too. Of several members one at most has it on the
+    accelerator.
     """
 
     def __init__(
@@ -56,11 +59,19 @@ class ComponentsEngine:
         chosen = [name for name in adapter.components if name in config.train.components]
         self._trained = chosen or [*adapter.components]
 
+        self._offloads = offloads(
+            config, num_components=len(adapter.components), device_type=mesh.device.type
+        )
         for component in adapter.components:
-            self.members[component] = build(component)
-            self.members[component].gate = self.gate
+            member = build(component)
+            member.gate = self.gate
+            self.members[component] = member
+            if self._offloads:
+                # first on all ranks: what one of them takes is no longer free for the next
+                agreed(partial(check_free, member.num_offloaded_bytes), mesh.cpu_group)
+                agreed(member.reserve_host_memory, mesh.cpu_group)
             # before the next is built: the optimizer states of two need not fit
-            self._offload_idle()
+            self.offload()
 
     @property
     def lora(self) -> LoraSpec | None:
@@ -101,8 +112,9 @@ class ComponentsEngine:
             if len(self.members) > 1 and not num_pairs:
                 continue
 
-            self._offload_idle()
-            member.onload()
+            self._offload_idle(but=component)
+            # beside forward and backward: only the optimizer step needs it
+            member.onload(waits=False)
             # "equal": each component's own mean, instead of its part of the mean over all pairs
             if self.config.train.component_weighting == "equal":
                 denominator = max(num_pairs, 1.0)
@@ -111,7 +123,7 @@ class ComponentsEngine:
             steps[component] = member.update(batch, loss, rows[component], denominator=denominator)
             self.changed.add(component)
 
-        self._offload_idle()
+        self._offload_idle(waits=False)
         return self._sums(steps, shared_denominator) | self._figures(steps, rows, rates)
 
     def named_weights(
@@ -216,11 +228,18 @@ class ComponentsEngine:
         if self.shared_base:
             self.shared_base.close()
 
-    def _offload_idle(self) -> None:
-        """Free what idle members hold on the accelerator for updates. Collective."""
-        if self.config.engine.offload_idle and len(self.adapter.components) > 1:
+    def offload(self, *, waits: bool = True) -> None:
+        """Free what updates need of the accelerator; see engines.base.Engine. Collective."""
+        if self._offloads:
             for member in self.members.values():
-                member.offload()
+                member.offload(waits=waits)
+
+    def _offload_idle(self, *, but: str = "", waits: bool = True) -> None:
+        """Free what idle members of several have on the accelerator for updates. Collective."""
+        if self._offloads and len(self.members) > 1:
+            for component, member in self.members.items():
+                if component != but:
+                    member.offload(waits=waits)
 
     def _component_rows(self, batch: Batch) -> dict[str, ComponentRows]:
         """Return every component's rows of the batch. Collective."""

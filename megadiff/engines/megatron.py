@@ -145,9 +145,12 @@ class MegatronEngine(ShardedEngine):
         self._ddp.offload_grad_buffers(empty_cache=False)
         return step
 
-    def offload(self) -> None:
+    def offload(self, *, waits: bool = True) -> None:
+        # in this order the copies wait for no other rank
+        super().offload(waits=False)
         self._publish()
-        super().offload()
+        if waits:
+            super().offload()
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -238,7 +241,7 @@ class MegatronEngine(ShardedEngine):
             trained = [self._ranges[name] for name in self._optimized]
             torch._foreach_copy_(
                 [flat_range.weight for flat_range in trained],
-                [flat_range.master.detach() for flat_range in trained],
+                [self._master(name).detach() for name in self._optimized],
             )
         self._ddp.start_param_sync()
         self._is_outdated = False

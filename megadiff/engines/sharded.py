@@ -126,6 +126,7 @@ class ShardedEngine(ComponentState):
                 # every time: a resumed optimizer does not know the warm-up
                 for group in self.optimizer.param_groups:
                     group["lr"] = self.learning_rate
+                self.onload()
                 # no weight has changed up to here: an error leaves the policy as it was
                 with self.gate.step():
                     self.optimizer.step()

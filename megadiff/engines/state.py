@@ -6,7 +6,7 @@ All of it can be saved and loaded under another layout. What idles can be moved 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import torch
@@ -17,34 +17,13 @@ from megadiff.config.schema import Config
 from megadiff.engines.gate import GateEndedError, StepGate
 from megadiff.engines.gathering import local
 from megadiff.engines.lora import is_frozen
+from megadiff.engines.offload import HostCopies
 from megadiff.parallel.mesh import Mesh
 from megadiff.tensors.shards import AVERAGED, LAGGING, TRAINED, Shard, ShardFolder
 from megadiff.types import Tensors
 
 # torch's names for them in AdamW's state
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class HostCopies(dict[str, tuple[Tensor, Tensor]]):
-    """Map any name to a tensor whose memory on the accelerator was freed, and to its values.
-
-    Tensors are emptied in place, so whoever refers to one sees it come back.
-    """
-
-    def current(self, key: str, tensor: Tensor) -> Tensor:
-        """Return where the tensor's values are now: its copy on the host, or itself."""
-        return self[key][1] if key in self else tensor
-
-    def put_away(self, key: str, tensor: Tensor) -> None:
-        self[key] = (tensor, tensor.to("cpu", copy=True))
-        tensor.untyped_storage().resize_(0)
-
-    def bring_back(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            tensor, copy = self[key]
-            tensor.untyped_storage().resize_(copy.untyped_storage().nbytes())
-            tensor.copy_(copy)
-            del self[key]  # not before: there may be no memory for it
 
 
 class ComponentState(ABC):
@@ -76,9 +55,7 @@ class ComponentState(ABC):
         self.num_updates = 0
         self.gate = StepGate(mesh.device)
 
-        self._can_offload = mesh.device.type != "cpu"
-        self._is_offloaded = False
-        self._on_host = HostCopies()  # keys are names in a checkpoint
+        self._on_host = HostCopies(mesh.device)  # keys are names in a checkpoint
         self._exchanged: Mapping[str, Tensor] | None = None  # what changed places with the masters
 
         self.is_frozen = is_frozen(config, component)
@@ -130,9 +107,7 @@ class ComponentState(ABC):
         """Move the lagging policy towards the masters; see engines.base.Engine."""
         with self.gate.change():  # a rescue may save neither a half nor a later one
             for name, lagging in self._lagging.items():
-                key = f"{TRAINED}/{self.component}.{name}"
-                master = self._on_host.current(key, self._masters[name])
-                lagging.lerp_(master.to(lagging.device), 1 - decay)
+                lagging.lerp_(self._master(name).to(lagging.device), 1 - decay)
 
     def shards(self) -> dict[str, list[Shard]]:
         """Return name in a checkpoint → this rank's shards of weights and moments, where they are.
@@ -164,7 +139,7 @@ class ComponentState(ABC):
                     f"algorithm.{key}={decay}; set it as it was, or start a new run"
                 )
 
-        self._bring_back(f"{TRAINED}/")
+        self._settle()
         self.num_updates = int(source.values["optimizer_steps"].get(self.component, 0))
         self._create_moments(source)
 
@@ -172,7 +147,7 @@ class ComponentState(ABC):
             if key.startswith(f"{AVERAGED}/") and tensor is self._masters[name]:
                 continue  # an untrained weight is its own average, whatever the checkpoint's was
             if key.startswith(f"{LAGGING}/") and key not in source.shapes:
-                tensor.copy_(self._masters[name])  # it was not trained, so it has not lagged
+                tensor.copy_(self._master(name))  # it was not trained, so it has not lagged
                 continue
             values = self._on_host.current(key, tensor)
             # checkpoints are float32; a frozen component's weights are in engine.dtype
@@ -183,32 +158,56 @@ class ComponentState(ABC):
 
         self._masters_changed()
 
-    def offload(self) -> None:
-        """Move what only an update needs off the accelerator; does nothing on a CPU or twice."""
-        if not self._can_offload:
-            return
-        idle = [item for item in self._offloadable().items() if item[0] not in self._on_host]
-        if self._is_offloaded and not idle:
-            return  # empty_cache() waits for the GPU
-        self._is_offloaded = True
-        with self.gate.change(tears=False):
-            for key, tensor in idle:
-                self._on_host.put_away(key, tensor)
-        torch.cuda.empty_cache()
+    def reserve_host_memory(self) -> None:
+        """Take host memory for all that offload() will move, AdamW's moments included."""
+        self._on_host.reserve(self._will_offload())
 
-    def onload(self) -> None:
-        """Undo offload()."""
-        self._bring_back()
-        self._is_offloaded = False
+    @property
+    def num_offloaded_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._will_offload().values())
 
-    def _bring_back(self, prefix: str = "", *, waits: bool = True) -> None:
-        """Bring back what is called so in a checkpoint."""
-        with self.gate.change(tears=False, waits=waits):
-            self._on_host.bring_back([key for key in self._on_host if key.startswith(prefix)])
+    def offload(self, *, waits: bool = True) -> None:
+        """Move what only an update needs to the host; does nothing where it is there.
+
+        waits: until the accelerator's memory is free. Else copies are begun, and until a call that
+        waits, or the next update, all stays where it is.
+        """
+        if self._on_host.on_device:
+            self._on_host.begin_leaving(self._offloadable())
+        if waits:
+            self._settle()
+
+    def onload(self, *, waits: bool = True) -> None:
+        """Undo offload(). waits: until tensors may be used, else copies are begun."""
+        self._on_host.begin_returning()
+        if waits and not self._on_host.on_device:
+            with self.gate.change(tears=False):
+                self._on_host.arrive()
+
+    def _settle(self, *, waits: bool = True) -> None:
+        """Leave what is on its way on the host."""
+        if self._on_host.moves:
+            with self.gate.change(tears=False, waits=waits):
+                self._on_host.settle()
+
+    def _will_offload(self) -> Tensors:
+        """Return _offloadable() as it will be once AdamW has made its moments."""
+        moments = {
+            self._moment_key(kind, name): local(tensor.detach())
+            for name, tensor in self._optimized.items()
+            for kind in MOMENTS
+        }
+        return moments | self._offloadable()
 
     def _offloadable(self) -> Tensors:
         """Return name in a checkpoint → tensor with its own storage that only an update needs."""
-        return {key: moment for key, _, moment in self._moments()}
+        # an average is the master itself where nothing trains it, and on the host beside such a one
+        averages = {
+            f"{AVERAGED}/{self.component}.{name}": average
+            for name, average in self._average.items()
+            if average is not self._masters[name] and average.device == self.mesh.device
+        }
+        return {key: moment for key, _, moment in self._moments()} | averages
 
     def _update_average(self) -> None:
         if self._average:
@@ -234,8 +233,8 @@ class ComponentState(ABC):
         self._swap(others)
 
     def _swap(self, others: Mapping[str, Tensor], *, waits: bool = True) -> None:
-        # AdamW's moments stay on the host until an update
-        self._bring_back(f"{TRAINED}/", waits=waits)
+        # what leaves may no longer change; it stays on the host until an update
+        self._settle(waits=waits)
         with self.gate.change(waits=waits):
             self._exchange(others)
             self._exchanged = None if self._exchanged is others else others
@@ -244,12 +243,18 @@ class ComponentState(ABC):
     def _exchange(self, others: Mapping[str, Tensor]) -> None:
         """Exchange masters and other shards (on any device) in place, one tensor at a time."""
         # one at a time: a second copy of all masters may not fit
-        for name, other in others.items():
-            key = f"{TRAINED}/{self.component}.{name}"
-            master = self._on_host.current(key, self._masters[name])
+        for name, tensor in others.items():
+            master = self._master(name)
+            other = tensor
+            if others is self._average:
+                other = self._on_host.current(f"{AVERAGED}/{self.component}.{name}", tensor)
             policy = master.to(other.device, copy=True)
             master.copy_(other)
             other.copy_(policy)
+
+    def _master(self, name: str) -> Tensor:
+        """Return where a master's values are now."""
+        return self._on_host.current(f"{TRAINED}/{self.component}.{name}", self._masters[name])
 
     def undo_exchange(self) -> None:
         """Put the policy back into the masters, where reference() or averaged() is on for good."""
@@ -278,7 +283,10 @@ class ComponentState(ABC):
     def _create_moments(self, source: ShardFolder) -> None:
         """Create empty moments where the checkpoint has some, on the host if the rest is there."""
         self.optimizer.state.clear()
-        self._on_host.clear()  # moments that are no more
+        is_away = not self._on_host.on_device
+        self._on_host.forget("optim/")  # moments that are no more
+        if is_away:
+            self._on_host.reserve(self._will_offload())
         for name, tensor in self._optimized.items():
             if self._moment_key(MOMENTS[0], name) in source.shapes:
                 moments = {kind: torch.zeros_like(tensor.detach()) for kind in MOMENTS}
@@ -287,5 +295,5 @@ class ComponentState(ABC):
                     float(self.num_updates), dtype=torch.float32, device=self.mesh.device
                 )
                 self.optimizer.state[tensor] = {"step": step, **moments}
-                for kind, moment in moments.items() if self._is_offloaded else ():
+                for kind, moment in moments.items() if is_away else ():
                     self._on_host.put_away(self._moment_key(kind, name), local(moment))

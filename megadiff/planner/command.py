@@ -10,7 +10,6 @@ Exit codes: 0 a layout fits, 1 none does, 2 the config or an argument is wrong.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -23,28 +22,17 @@ from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.models.registry import build_adapter
-from megadiff.parallel.mesh import GPUS_PER_NODE
-from megadiff.planner.communication import (
-    NETWORK_GBS_PER_GPU,
-    Network,
-    default_links,
-)
-from megadiff.planner.engine_memory import GIB, Placing
+from megadiff.planner.communication import Network, default_links
+from megadiff.planner.engine_memory import GIB
 from megadiff.planner.memory_plan import (
     PHASES,
-    USABLE_GIB,
     Estimate,
     MemoryPlan,
     largest_budget,
     make_plan,
 )
-from megadiff.planner.network_text import (
-    GPU,
-    HEADROOM,
-    TEXT_TOKENS,
-    layout_cells,
-    network_lines,
-)
+from megadiff.planner.network_text import layout_cells, network_lines
+from megadiff.planner.options import machine_of, parser
 from megadiff.planner.work import Machine
 from megadiff.train.dry_run import node_lines
 from megadiff.train.sampling import sampling_of
@@ -52,10 +40,10 @@ from megadiff.train.sampling import sampling_of
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the plan to stdout and return the exit code."""
-    options, config_arguments = _parser().parse_known_args(argv)
+    options, config_arguments = parser(__doc__ or "").parse_known_args(argv)
     try:
         config = load_config([*options.config, *config_arguments])
-        machine = _machine(options)
+        machine = machine_of(options)
         # dp=1 divides everything: what depends on dp is an obstacle of a layout, not of the config.
         validate(config, dp=1, on_policy=build_algorithm(config.algorithm).on_policy)
         adapter = build_adapter(Path(config.model.path), config.model.family)
@@ -80,57 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if plan.pick else 1
 
 
-def _machine(options: argparse.Namespace) -> Machine:
-    for name in ("world_size", "nodes", "gpus_per_node", "network_gbs", "text_tokens"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} {value} < 1; give a positive number")
-    world_size, gpus_per_node = _sizes(options)
-
-    if not 0 <= options.headroom < 1:
-        raise ValueError(
-            f"--headroom {options.headroom} is not in [0, 1); it is a share of the memory, e.g. 0.1"
-        )
-
-    gib = USABLE_GIB[options.gpu] if options.memory_gib is None else options.memory_gib
-    if gib <= 0:
-        raise ValueError(f"--memory-gib {gib} is not positive; give the memory of one GPU")
-    if world_size > gpus_per_node and world_size % gpus_per_node:
-        raise ValueError(
-            f"--world-size {world_size} is not a multiple of --gpus-per-node {gpus_per_node}; "
-            "give whole nodes"
-        )
-
-    return Machine(
-        world_size=world_size,
-        gpus_per_node=gpus_per_node,
-        num_bytes=int(gib * GIB),
-        headroom=options.headroom,
-    )
-
-
-def _sizes(options: argparse.Namespace) -> tuple[int, int]:
-    """Return (GPUs in all, GPUs a node): two of the three options give the third."""
-    world_size, num_nodes, gpus_per_node = (
-        getattr(options, name) for name in ("world_size", "nodes", "gpus_per_node")
-    )
-    if num_nodes is None:
-        if world_size is None:
-            raise ValueError("neither --world-size nor --nodes is given; give one of them")
-        return world_size, gpus_per_node or GPUS_PER_NODE
-
-    if world_size is None:
-        gpus_per_node = gpus_per_node or GPUS_PER_NODE
-        return num_nodes * gpus_per_node, gpus_per_node
-    if world_size % num_nodes or gpus_per_node not in (None, world_size // num_nodes):
-        sizes = "" if gpus_per_node is None else f" of --gpus-per-node {gpus_per_node}"
-        raise ValueError(
-            f"--world-size {world_size} is not --nodes {num_nodes}{sizes}; leave one of them out"
-        )
-    return world_size, world_size // num_nodes
-
-
 def to_json(plan: MemoryPlan, network: Network) -> dict[str, object]:
     """Return every figure in bytes. `pick` and `config` are indices into `layouts`, or null.
 
@@ -146,7 +83,7 @@ def to_json(plan: MemoryPlan, network: Network) -> dict[str, object]:
         "layouts": [_json_layout(estimate, plan.machine, network) for estimate in layouts],
         "pick": layouts.index(plan.pick) if plan.pick else None,
         "config": layouts.index(plan.configured) if plan.configured else None,
-        "overrides": overrides(plan.pick.placing) if plan.pick else None,
+        "overrides": overrides(plan.pick) if plan.pick else None,
         "nodes": network.limit(plan.pick.placing) if plan.pick else None,
     }
 
@@ -158,6 +95,7 @@ def _json_layout(estimate: Estimate, machine: Machine, network: Network) -> dict
         "backend": placing.backend,
         **asdict(placing.layout),
         "sequence_parallel": placing.sequence_parallel,
+        "offloads": estimate.offloads,
         "work": asdict(estimate.work),
         "static": asdict(estimate.static) if estimate.static else None,
         "phases": estimate.phases,
@@ -169,8 +107,9 @@ def _json_layout(estimate: Estimate, machine: Machine, network: Network) -> dict
     }
 
 
-def overrides(placing: Placing) -> str:
+def overrides(estimate: Estimate) -> str:
     """Return the keys that select a layout, whatever the config says."""
+    placing = estimate.placing
     layout = placing.layout
     keys = {
         # All of them, also those with a default: the line must hold whatever else is given.
@@ -182,6 +121,8 @@ def overrides(placing: Placing) -> str:
     }
     if layout.tp > 1:
         keys["parallel.sequence_parallel"] = str(placing.sequence_parallel).lower()
+    if estimate.offloads:
+        keys["engine.offload"] = "always"
     return " ".join(f"{key}={value}" for key, value in keys.items())
 
 
@@ -245,7 +186,13 @@ def _row(plan: MemoryPlan, estimate: Estimate) -> str:
 
     worst = estimate.worst_phase
     over = estimate.peak(worst) - plan.machine.budget
-    return _cells(mark, cells, "yes" if over <= 0 else f"no: {_gib(over)} over in {worst}")
+    host_over = estimate.host_bytes - plan.machine.host_budget
+    verdict = "yes, offloading" if estimate.offloads else "yes"
+    if host_over > 0:
+        verdict = f"no: {_gib(host_over)} over in host memory"
+    if over > 0:
+        verdict = f"no: {_gib(over)} over in {worst}"
+    return _cells(mark, cells, verdict)
 
 
 def _replica_line(plan: MemoryPlan) -> str:
@@ -272,14 +219,18 @@ def _advice(plan: MemoryPlan, config: Config) -> list[str]:
     estimate = plan.pick
     backend = config.engine.backend
     worst = estimate.worst_phase
-    host = sum(estimate.host.values())
     lines = [
-        f"> take: {overrides(estimate.placing)}",
+        f"> take: {overrides(estimate)}",
         "  the first that fits in the order: least tp, then least sp, then gathering within a "
         f"node, then engine.backend={backend}, then sequence parallelism.",
         f"  Its peak is {_gib(estimate.peak(worst))} GiB, in {worst}: {_parts(estimate, worst)}"
-        + (f"; host memory {_gib(host)} GiB a GPU" if host else ""),
+        + _host_part(plan, estimate),
     ]
+    if estimate.offloads:
+        lines.append(
+            "  optimizer state waits in host memory between updates (engine.offload), and comes "
+            "back beside the next one's forward and backward"
+        )
 
     # Only a larger budget is worth a line: a smaller one costs time for memory that is there.
     budget, peak = largest_budget(plan, estimate)
@@ -299,7 +250,7 @@ def _advice(plan: MemoryPlan, config: Config) -> list[str]:
     if estimate.placing.backend != backend:
         fitting = [other for other in plan.estimates if other.fits(plan.machine)]
         of_backend = [other for other in fitting if other.placing.backend == backend]
-        first = overrides(of_backend[0].placing) if of_backend else "no layout of it fits"
+        first = overrides(of_backend[0]) if of_backend else "no layout of it fits"
         lines.append(f"  of engine.backend={backend} the first: {first}")
     return lines
 
@@ -312,8 +263,15 @@ def _nothing_fits(plan: MemoryPlan, config: Config) -> list[str]:
     # The advice is about the layout that misses by the least.
     nearest = min(possible, key=lambda estimate: estimate.peak(estimate.worst_phase))
     worst = nearest.worst_phase
+    gpu_fits = nearest.peak(worst) <= plan.machine.budget
+    if gpu_fits:
+        return [
+            f"nothing fits. Nearest: {overrides(nearest)}",
+            f"  its GPUs suffice, but {_gib(nearest.host_bytes)} GiB of host memory a GPU > "
+            f"{_gib(plan.machine.host_budget)} GiB; try nodes with more (--host-gib), or more GPUs",
+        ]
     return [
-        f"nothing fits. Nearest: {overrides(nearest.placing)}",
+        f"nothing fits. Nearest: {overrides(nearest)}",
         f"  with {_gib(nearest.peak(worst))} GiB > {_gib(plan.machine.budget)} GiB in {worst}: "
         f"{_parts(nearest, worst)}",
         f"  {_remedy(nearest, plan, config)}",
@@ -326,6 +284,14 @@ def _parts(estimate: Estimate, phase: str) -> str:
     return ", ".join(f"{part} {_gib(num_bytes)}" for part, num_bytes in parts if num_bytes)
 
 
+def _host_part(plan: MemoryPlan, estimate: Estimate) -> str:
+    """Say how much host memory a GPU takes, of how much."""
+    if not estimate.host_bytes:
+        return ""
+    used, budget = _gib(estimate.host_bytes), _gib(plan.machine.host_budget)
+    return f"; host memory {used} of {budget} GiB a GPU"
+
+
 def _remedy(estimate: Estimate, plan: MemoryPlan, config: Config) -> str:
     phase = estimate.worst_phase
     rows = config.train.microbatch_size
@@ -335,6 +301,8 @@ def _remedy(estimate: Estimate, plan: MemoryPlan, config: Config) -> str:
         remedies.append(f"train.microbatch_size below {rows}")
     if phase == "update" and config.engine.activation_memory_budget > 0:
         remedies.append("engine.activation_memory_budget=0")
+    if phase != "update" and not estimate.offloads and estimate.phases[phase].get("optimizer"):
+        remedies.append("engine.offload=auto, or nodes with more host memory")
     if phase == "update" and plan.replicas.per_gpu > 0 and not plan.replicas.sleeps:
         remedies.append("rollout.sleep=always")
     if config.rollout.mode == "colocated":
@@ -349,47 +317,6 @@ def _brief(reason: str) -> str:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megadiff plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "config", nargs="*", help="yaml files and key=value overrides, as for train"
-    )
-
-    parser.add_argument("--world-size", type=int, help="GPUs that train")
-    parser.add_argument("--nodes", type=int, help="nodes that train, instead of --world-size")
-    parser.add_argument(
-        "--gpus-per-node",
-        type=int,
-        help=f"by default {GPUS_PER_NODE}, or --world-size / --nodes",
-    )
-    parser.add_argument(
-        "--network-gbs",
-        type=float,
-        help="GB/s of one node's network, each way; by default "
-        f"{NETWORK_GBS_PER_GPU:.0f} a GPU (400 Gb/s NDR InfiniBand), which is 400 for 8 GPUs",
-    )
-    parser.add_argument("--gpu", choices=sorted(USABLE_GIB), default=GPU)
-    parser.add_argument("--memory-gib", type=float, help="of one GPU, instead of what --gpu has")
-    parser.add_argument(
-        "--headroom", type=float, default=HEADROOM, help="share of the memory that is kept free"
-    )
-
-    parser.add_argument(
-        "--text-tokens",
-        type=int,
-        default=TEXT_TOKENS,
-        help="of the longest prompt, unless all are padded",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object with every figure, in bytes"
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ class ModelShape:
     shapes: name → shape of every parameter of a component, without LoRA's.
     lora: name → shape of every low-rank tensor, which then alone is trained; else empty.
     num_frozen: of num_components, those that are never updated.
-    idle_offloaded: whether a component's optimizer waits on the host until it is its turn.
     Sizes below are of one component.
     """
 
@@ -53,7 +52,6 @@ class ModelShape:
     lora: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     num_components: int = 1
     num_frozen: int = 0
-    idle_offloaded: bool = False
 
     @property
     def plan(self) -> ParallelPlan:
@@ -164,14 +162,17 @@ class Static:
     average: int
 
 
-def static_bytes(model: ModelShape, placing: Placing, work: Work) -> Static:
+def static_bytes(
+    model: ModelShape, placing: Placing, work: Work, *, offloads: bool = False
+) -> Static:
     """Return what lives from step to step, and the gradients of a component's update.
 
+    offloads: whether a component's optimizer and average wait on the host until it is its turn.
     Raises ValueError for a tp that does not divide a sharded parameter.
     """
     component = STATIC[placing.backend](model, placing, work)
     num_updated = model.num_components - model.num_frozen
-    num_awake = 1 if model.idle_offloaded else num_updated
+    num_awake = min(1, num_updated) if offloads else num_updated
     frozen = model.num_frozen * work.itemsize * WHOLE[placing.backend](model, placing)
 
     return Static(
@@ -180,7 +181,7 @@ def static_bytes(model: ModelShape, placing: Placing, work: Work) -> Static:
         parameters=num_updated * component.parameters + frozen,
         gradients=component.gradients,
         optimizer=num_awake * component.optimizer,
-        average=num_updated * component.average,
+        average=num_awake * component.average,
     )
 
 

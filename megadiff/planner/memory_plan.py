@@ -44,12 +44,14 @@ BUDGETS = [step / 20 for step in range(1, 11)]  # above 0.5 nothing has been mea
 class Estimate:
     """Hold the memory of one layout.
 
-    static: None where it cannot be sharded. phases: phase → part → bytes on the fullest GPU.
-    host: part → bytes of host memory a GPU. obstacle: why it cannot run at all, "" when it can.
+    offloads: whether optimizer state waits on the host between updates. static: None where it
+    cannot be sharded. phases: phase → part → bytes on the fullest GPU. host: part → bytes of host
+    memory a GPU. obstacle: why it cannot run at all, "" when it can.
     """
 
     placing: Placing
     work: Work
+    offloads: bool
     static: Static | None
     phases: dict[str, dict[str, int]]
     host: dict[str, int]
@@ -62,8 +64,17 @@ class Estimate:
     def worst_phase(self) -> str:
         return max(self.phases, key=self.peak)
 
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
     def fits(self, machine: Machine) -> bool:
-        return not self.obstacle and self.peak(self.worst_phase) <= machine.budget
+        """Tell whether it runs, and a GPU's memory and its part of the host's suffice."""
+        return (
+            not self.obstacle
+            and self.peak(self.worst_phase) <= machine.budget
+            and self.host_bytes <= machine.host_budget
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +97,7 @@ def make_plan(
     config: Config, adapter: ModelAdapter, *, machine: Machine, text_tokens: int
 ) -> MemoryPlan:
     """Estimate all layouts. text_tokens: of the longest prompt."""
-    num_components = len(adapter.components)
-    num_trained = len(trained_components(config, adapter))
-    model = replace(
-        model_shape(adapter, config.lora),
-        num_components=num_components,
-        # under LoRA every component has adapters
-        num_frozen=0 if config.lora.rank else num_components - num_trained,
-        idle_offloaded=num_components > 1 and config.engine.offload_idle,
-    )
-
+    model = _trained_shape(config, adapter)
     replicas = size_replicas(config, model, machine, text_tokens=text_tokens)
     configured = _configured_placing(config, machine)
     # keys of a dict, as they keep their order: the config's may be among the others
@@ -106,7 +108,7 @@ def make_plan(
     estimates = []
     for placing in sorted(placings, key=lambda placing: _preference(placing, config, machine)):
         work = work_of(config, model, placing, machine, text_tokens)
-        estimates.append(_estimate(config, model, placing, work, replicas))
+        estimates.append(_estimate(config, model, placing, work, replicas, machine))
 
     return MemoryPlan(
         model=model,
@@ -117,6 +119,30 @@ def make_plan(
         configured=next(
             (estimate for estimate in estimates if estimate.placing == configured), None
         ),
+    )
+
+
+def plan_configured(
+    config: Config, adapter: ModelAdapter, *, machine: Machine, text_tokens: int
+) -> Estimate | None:
+    """Estimate the config's own layout alone, None where it cannot run on this world."""
+    placing = _configured_placing(config, machine)
+    if placing is None:
+        return None
+    model = _trained_shape(config, adapter)
+    replicas = size_replicas(config, model, machine, text_tokens=text_tokens)
+    work = work_of(config, model, placing, machine, text_tokens)
+    return _estimate(config, model, placing, work, replicas, machine)
+
+
+def _trained_shape(config: Config, adapter: ModelAdapter) -> ModelShape:
+    num_components = len(adapter.components)
+    num_trained = len(trained_components(config, adapter))
+    return replace(
+        model_shape(adapter, config.lora),
+        num_components=num_components,
+        # under LoRA every component has adapters
+        num_frozen=0 if config.lora.rank else num_components - num_trained,
     )
 
 
@@ -165,30 +191,67 @@ def _preference(placing: Placing, config: Config, machine: Machine) -> tuple[int
 
 
 def _estimate(
-    config: Config, model: ModelShape, placing: Placing, work: Work, replicas: Replicas
+    config: Config,
+    model: ModelShape,
+    placing: Placing,
+    work: Work,
+    replicas: Replicas,
+    machine: Machine,
+) -> Estimate:
+    """Estimate a layout, with its optimizer state on the host where engine.offload wants that.
+
+    auto wants it of idle components, and of all where replicas would not fit beside it.
+    """
+    offload = config.engine.offload
+    offloads = offload == "always" or (offload == "auto" and model.num_components > 1)
+    estimate = _estimate_one(config, model, placing, work, replicas, offloads=offloads)
+    if offload != "auto" or offloads or not replicas.per_gpu or estimate.fits(machine):
+        return estimate
+
+    offloaded = _estimate_one(config, model, placing, work, replicas, offloads=True)
+    # Else it is the update that is too large, or the host too small.
+    smaller = offloaded.phases and offloaded.host_bytes <= machine.host_budget
+    return offloaded if smaller else estimate
+
+
+def _estimate_one(
+    config: Config,
+    model: ModelShape,
+    placing: Placing,
+    work: Work,
+    replicas: Replicas,
+    *,
+    offloads: bool,
 ) -> Estimate:
     try:
-        static = static_bytes(model, placing, work)
+        static = static_bytes(model, placing, work, offloads=offloads)
         obstacle = _obstacle(config, model, placing)
     except ValueError as error:  # a size that tp does not divide
         return Estimate(
-            placing=placing, work=work, static=None, phases={}, host={}, obstacle=str(error)
+            placing=placing,
+            work=work,
+            offloads=offloads,
+            static=None,
+            phases={},
+            host={},
+            obstacle=str(error),
         )
 
     needs = build_algorithm(config.algorithm).needs
     host = {"reference": static.reference if REFERENCE in needs else 0}
     if config.algorithm.lagging_decay:
         host["lagging policy"] = static.masters
-    if model.idle_offloaded:
+    if offloads:
         num_updated = model.num_components - model.num_frozen
-        host["idle optimizer"] = num_updated * static.optimizer
+        host["offloaded optimizer"] = num_updated * (static.optimizer + static.average)
     host["sleeping replica"] = replicas.parked * replicas.per_gpu
 
     return Estimate(
         placing=placing,
         work=work,
+        offloads=offloads,
         static=static,
-        phases=_phases(config, model, placing, work, static, replicas),
+        phases=_phases(config, model, placing, work, static, replicas, offloads=offloads),
         host=host,
         obstacle=obstacle,
     )
@@ -219,6 +282,8 @@ def _phases(
     work: Work,
     static: Static,
     replicas: Replicas,
+    *,
+    offloads: bool,
 ) -> dict[str, dict[str, int]]:
     """Return those of PHASES that a run has → part → bytes on the fullest GPU."""
     resident = {
@@ -227,8 +292,8 @@ def _phases(
         "average": static.average,
         "contexts": CONTEXT_BYTES * (1 + replicas.per_gpu),
     }
-    # an idle component's optimizer is on the host outside of its updates
-    resting = resident | {"optimizer": 0} if model.idle_offloaded else resident
+    # on the host outside of updates, of an idle component within them too
+    resting = resident | {"optimizer": 0, "average": 0} if offloads else resident
     # a shared base is among the trainer's parameters
     mapped = replicas.transformers if work.shares_base else 0
     awake = {"replica": (replicas.weights - mapped) * replicas.per_gpu}

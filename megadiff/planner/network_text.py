@@ -18,6 +18,12 @@ from megadiff.planner.work import Machine
 GPU = "h200"
 HEADROOM = 0.1
 TEXT_TOKENS = 128
+HOST_GIB_PER_GPU = 128  # nodes of eight 80 GB GPUs have 1 to 2 TiB
+
+
+def host_bytes(gpus_per_node: int, gib: float | None = None) -> int:
+    """Return the bytes of a node's host memory. gib: of a node, None where it is not told."""
+    return int((gpus_per_node * HOST_GIB_PER_GPU if gib is None else gib) * GIB)
 
 
 def network_lines(plan: MemoryPlan, network: Network) -> list[str]:
@@ -101,6 +107,7 @@ def layout_warning(
         world_size=layout.world_size,
         gpus_per_node=ranks_per_node,
         num_bytes=num_bytes or int(USABLE_GIB[GPU] * GIB),
+        host_bytes=host_bytes(ranks_per_node),
         headroom=HEADROOM,
     )
     plan = make_plan(config, adapter, machine=machine, text_tokens=TEXT_TOKENS)

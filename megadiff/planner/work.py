@@ -17,20 +17,28 @@ from megadiff.types import DTYPES, Sampling
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Describe the GPUs.
+    """Describe the GPUs and what their nodes have.
 
-    num_bytes: of one GPU.
-    headroom: share of it kept free, for fragmentation and what is not counted.
+    num_bytes: of one GPU. host_bytes: a node's memory.
+    headroom: share of both kept free, for fragmentation and what is not counted.
     """
 
     world_size: int
     gpus_per_node: int
     num_bytes: int
+    host_bytes: int
     headroom: float
 
     @property
     def budget(self) -> int:
         return int(self.num_bytes * (1 - self.headroom))
+
+    @property
+    def host_budget(self) -> int:
+        """Return the host memory that a GPU may take: all of a node have equal parts."""
+        return int(self.host_bytes * (1 - self.headroom)) // min(
+            self.world_size, self.gpus_per_node
+        )
 
 
 def work_of(

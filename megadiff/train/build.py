@@ -242,6 +242,7 @@ def build_replicas(
         judges,
         build_sync=partial(build_sync, engine),
         sampled_policy=engine.lagging if samples_lagging else nullcontext,
+        offload=engine.offload,
         report=events.write,
     )
     return stack.enter_context(closing(replicas))

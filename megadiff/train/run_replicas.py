@@ -51,11 +51,13 @@ class RunReplicas:
         *,
         build_sync: Callable[[Fleet], WeightSync],
         sampled_policy: Callable[[], AbstractContextManager[None]] = nullcontext,
+        offload: Callable[[], None] = lambda: None,
         report: Report = no_report,
     ) -> None:
         """Take over a fleet.
 
         build_sync: collective. sampled_policy: an engine has the weights that steps draw with.
+        offload: frees what the trainer needs for updates alone; collective.
         report: told of pushes that begin anew.
         """
         self._report = report
@@ -66,6 +68,7 @@ class RunReplicas:
         self._make_client = connection.make_client
         self._build_sync = build_sync
         self._sampled_policy = sampled_policy
+        self._offload = offload
         self._mesh = mesh
         self._judges = judges
         self._users = users_of(config, mesh)
@@ -158,7 +161,8 @@ class RunReplicas:
             agreed(self.fleet.trim, self._mesh.cpu_group, here=self._users.here)
 
     def _make_room(self) -> None:
-        """Give the replicas what this rank's allocator keeps, an update's peak at most."""
+        """Give the replicas what updates need, and what this rank's allocator keeps of them."""
+        self._offload()
         if self._share_gpus:
             agreed(torch.cuda.empty_cache, self._mesh.cpu_group)
         self._judges.wake()

@@ -77,6 +77,7 @@ def update(
             step_over(error, groups, rewards, engine=engine, progress=progress)
     if settings.lagging_decay:
         engine.follow(lagging_decay(config, step=progress.step + 1))
+    engine.offload(waits=False)  # beside what is left of the step; replicas are awake in the next
 
     figures = mean_of_dicts(stats) | shares
     if config.optim.skip_nonfinite:

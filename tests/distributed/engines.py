@@ -57,6 +57,7 @@ def build(
     fp8: str = "none",
     float32_streams: bool = False,
     device: str = "cpu",
+    offload: str = "auto",
     adapter: ModelAdapter | None = None,
     components: tuple[str, ...] = (),
     balance: str = "share",
@@ -81,6 +82,7 @@ def build(
     config.engine.activation_memory_budget = budget
     config.engine.compile = compiled
     config.engine.fp8 = fp8
+    config.engine.offload = offload
     config.optim.lr, config.optim.weight_decay, config.optim.max_grad_norm = (
         lr,
         weight_decay,

@@ -58,13 +58,13 @@ def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) ->
         average_decay=0.25,
         keep_reference=True,
     )
-    engines = [build(model, {}, **sizes) for _ in range(2)]
-    for member in engines[1].members.values():
-        member._can_offload = True  # as on a GPU
+    engines = [build(model, {}, offload=offload, **sizes) for offload in ("never", "always")]
     for index, engine in enumerate(engines):
         for windows in ("mixed", "low", "mixed"):
             engine.update(batch_of(engine.adapter, windows), LOSS)
-        assert all(member._is_offloaded == bool(index) for member in engine.members.values())
+        is_away = [not member._on_host.on_device for member in engine.members.values()]
+        assert is_away == [bool(index)] * 2
+        engine.offload()
         engine.save(out / f"{backend}_{index}")
     assert differing(out / f"{backend}_0", out / f"{backend}_1") == []
     assert _all_moments_rest(engines[1])

@@ -19,6 +19,7 @@ from torch import Tensor
 from megadiff.checkpoint import background, checkpoints
 from megadiff.checkpoint.checkpoints import CheckpointError, Checkpoints, whole_looking
 from megadiff.config.schema import Config
+from megadiff.process import host_memory
 from megadiff.tensors import shards
 from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.tensors.snapshot import Snapshot
@@ -209,9 +210,9 @@ def test_without_memory_for_a_copy_it_is_written_in_line(
 
 def test_ranks_of_a_node_divide_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    alone = background.free_bytes()
+    alone = host_memory.free_bytes()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert background.free_bytes() == pytest.approx(alone / 8, rel=0.3)
+    assert host_memory.free_bytes() == pytest.approx(alone / 8, rel=0.3)
 
 
 def test_a_jobs_own_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,9 +226,9 @@ def test_a_jobs_own_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (job / "memory.max").write_text("1000\n")
     (job / "memory.current").write_text("900\n")
     (job / "memory.stat").write_text("anon 500\nactive_file 100\ninactive_file 200\n")
-    monkeypatch.setattr(background, "CGROUPS", tmp_path)
-    monkeypatch.setattr(background, "PROCESS_CGROUPS", tmp_path / "own")
-    assert background.free_bytes() == 400
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "PROCESS_CGROUPS", tmp_path / "own")
+    assert host_memory.free_bytes() == 400
 
 
 def test_a_clock_makes_checkpoints_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,7 +243,7 @@ def test_a_frozen_expert_has_weights_alone(capsys, monkeypatch):
     (both, hosted), (one, hosted_one) = static(), static("train.components=[transformer]")
     assert one["parameters"] == pytest.approx(both["parameters"] * (4 + 2) / (4 + 4), rel=1e-6)
     assert (one["gradients"], one["optimizer"]) == (both["gradients"], both["optimizer"])
-    assert 2 * hosted_one["idle optimizer"] == hosted["idle optimizer"] > 0
+    assert 2 * hosted_one["offloaded optimizer"] == hosted["offloaded optimizer"] > 0
     with_lora = [
         static("lora.rank=8", *extra)[0] for extra in ((), ("train.components=[transformer]",))
     ]

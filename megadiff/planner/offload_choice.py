@@ -1,0 +1,49 @@
+"""Decide for a run on GPUs whether engine.offload=auto moves its optimizer state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import psutil
+
+from megadiff.config.schema import Config
+from megadiff.models.adapter import ModelAdapter
+from megadiff.planner.engine_memory import GIB
+from megadiff.planner.memory_plan import plan_configured
+from megadiff.planner.network_text import HEADROOM, TEXT_TOKENS
+from megadiff.planner.work import Machine
+
+
+def offload_choice(
+    config: Config,
+    adapter: ModelAdapter,
+    *,
+    world_size: int,
+    ranks_per_node: int,
+    num_bytes: int,
+    host_bytes: int | None = None,
+) -> tuple[str, str]:
+    """Return engine.offload without auto, and why: what `megadiff plan` says of the layout.
+
+    num_bytes: of one GPU. host_bytes: of this node, by default as the system says.
+    """
+    machine = Machine(
+        world_size=world_size,
+        gpus_per_node=ranks_per_node,
+        num_bytes=num_bytes,
+        host_bytes=host_bytes or psutil.virtual_memory().total,
+        headroom=HEADROOM,
+    )
+    without = replace(config, engine=replace(config.engine, offload="never"))
+    kept = plan_configured(without, adapter, machine=machine, text_tokens=TEXT_TOKENS)
+    chosen = plan_configured(config, adapter, machine=machine, text_tokens=TEXT_TOKENS)
+    if not kept or not chosen or not kept.phases or not chosen.offloads:
+        return "never", "replicas fit beside the optimizer state, or it would not help"
+
+    phase = max(kept.phases.keys() - {"update"}, key=kept.peak)  # an update needs it in any case
+    reason = (
+        f"with the optimizer state on the GPU {phase} would take {kept.peak(phase) / GIB:.1f} of "
+        f"{machine.budget / GIB:.1f} GiB; {chosen.host['offloaded optimizer'] / GIB:.1f} GiB of a "
+        "rank's wait in host memory while replicas are awake"
+    )
+    return "always", reason
