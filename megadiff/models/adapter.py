@@ -176,6 +176,9 @@ class ModelAdapter(Protocol):
     def adapt_vae(self, vae: nn.Module) -> None:
         """Make the family's VAE fast, in place; by default nothing."""
 
+    def compile_vae(self, vae: nn.Module) -> None:
+        """Compile the decoder of a replica's VAE, in place; by default nothing."""
+
     def keep_streams_in_float32(self, transformer: nn.Module, dtype: torch.dtype) -> None:
         """Make blocks add to float32 streams, in place, in the trainer's class or the replica's.
 

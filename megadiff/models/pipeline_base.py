@@ -28,6 +28,7 @@ from megadiff.models.vae import encode_images, pixels_of
 from megadiff.types import RolloutRequest, Tensors
 
 REQUESTS_KEY = "megadiff_requests"  # in a request's extra_args
+COMPILED_VARIANTS = 32  # with and without text masks, LoRA, guidance, dual attention; sizes
 RESULT_KEY = "megadiff_batch"  # in an output's metadata
 GPU_BYTES = "gpu_bytes"  # in a result: those that the allocator gave out, those that it keeps
 NO_LORA_REQUESTS = (
@@ -81,6 +82,12 @@ class RolloutPipelineMixin:
             for parameter in getattr(self, name).parameters():
                 parameter.data = parameter.data.to(od_config.dtype)
         self.adapter.adapt_vae(self.vae)
+        if not od_config.enforce_eager:
+            # torch keeps 8 variants of a function, and runs a ninth uncompiled without a word
+            torch._dynamo.config.recompile_limit = max(
+                torch._dynamo.config.recompile_limit, COMPILED_VARIANTS
+            )
+            self.adapter.compile_vae(self.vae)
         self.maps_base = bool(arguments.get("shared_base"))
         self.is_empty = self.maps_base
         if self.maps_base:
