@@ -52,7 +52,7 @@ def _parity_worker(case: Case, pipeline: Path, layouts: list[Layout]) -> None:
 
 
 def test_equals_it_where_layers_cut_the_graph(tmp_path: Path) -> None:
-    """As Transformer Engine's do, which torch.compile leaves alone: blocks recomputed from outside."""
+    """As Transformer Engine's do. Blocks are then recomputed from outside."""
     write_references(
         FAMILIES["sd35"].write(tmp_path), case_of("sd35"), tmp_path, dtypes=[torch.float32]
     )
