@@ -113,7 +113,9 @@ def main(argv: list[str]) -> int:
 
 def measure(config: Config, options: argparse.Namespace) -> dict:
     """Train one engine from the model folder's weights."""
-    mesh = init_mesh(resolve_layout(dp=0, sp=1, tp=1, world_size=1), config.run.device)
+    mesh = init_mesh(
+        resolve_layout(dp=0, sp=1, tp=1, dp_replicate=1, world_size=1), config.run.device
+    )
     adapter = build_adapter(Path(config.model.path), config.model.family)
     images = Images(
         config=config,

@@ -4,7 +4,6 @@ nothing but the products.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,17 +130,3 @@ def _layout_worker(model: Path, folder: Path, sizes: dict[str, int]) -> None:
     measured = _measured(engine)
     if engine.mesh.rank == 0:
         save_file(measured, folder / "measured.safetensors")
-
-
-def test_compiled_blocks_compute_the_same(alone: Path, tiny_model: Path) -> None:
-    run_ranks(_compiled_worker, 1, tiny_model, alone)
-
-
-def _compiled_worker(model: Path, alone: Path) -> None:
-    """As one graph each, by a backend that leaves arithmetic as it is."""
-    torch.compile = partial(torch.compile, backend="eager")
-    compiled = _measured(_engine(model, "tensorwise", compiled=True))
-    plain = load_file(alone / "tensorwise.safetensors")
-    assert torch.equal(compiled["velocities"], plain["velocities"])
-    assert _error(compiled["gradient"], plain["gradient"]) < 0.005
-    assert not torch._dynamo.utils.counters["graph_break"]

@@ -38,3 +38,4 @@ def _worker(model: Path, folder: Path) -> None:
     with (folder / "out.txt").open("w") as out:
         bench_fp8.print = partial(print, file=out)
         assert bench_fp8.main([*config, *options]) == 0
+    assert not torch._dynamo.utils.counters["graph_break"]
