@@ -227,7 +227,8 @@ def _new_file(path: Path, num_bytes: int) -> Tensor:
 
 
 def _map_file(path: Path, num_bytes: int, *, shared: bool) -> Tensor:
-    storage = torch.UntypedStorage.from_file(str(path), shared, num_bytes)
+    # typed as the class that it inherits from
+    storage: Any = torch.UntypedStorage.from_file(str(path), shared, num_bytes)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 

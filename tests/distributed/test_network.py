@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,10 +59,17 @@ def _measure(
     scale: float,
     is_large: bool,
     pushes: bool,
+    lora_rank: int = 0,
 ) -> None:
     if is_large:  # else a CPU always keeps whole weights between microbatches
         veomni._too_large = lambda *_: True
-    engine = build(folder, sizes, backend=backend, microbatch_size=microbatch_size)
+    engine = build(
+        folder,
+        sizes,
+        backend=backend,
+        microbatch_size=microbatch_size,
+        lora=(lora_rank, float(lora_rank)),
+    )
     with CountedCollectives() as counted:
         if pushes:
             list(only(engine).buckets(2**20, None, lora=False))
@@ -78,6 +86,7 @@ def planned(
     microbatch_size: int,
     scale: float = 1.0,
     is_large: bool = False,
+    lora_rank: int = 0,
 ) -> tuple[dict[str, float], ModelShape, Placing]:
     """Purpose → bytes that a rank sends in one update."""
     axes = {"dp": 0, "sp": 1, "tp": 1, "dp_replicate": 1} | dict(sizes)
@@ -86,7 +95,7 @@ def planned(
         layout=resolve_layout(**axes, world_size=world_size),
         sequence_parallel=axes["tp"] > 1,
     )
-    model = model_shape(QwenImageAdapter(folder), LoraConfig())
+    model = model_shape(QwenImageAdapter(folder), LoraConfig(rank=lora_rank))
     microbatches = ROWS // placing.layout.dp // microbatch_size
     work = Work(
         rows=microbatch_size,
@@ -99,6 +108,7 @@ def planned(
         num_microbatches=microbatches,
         accumulates=microbatches > 1 and not is_large,
         keeps_average=False,
+        shares_base=lora_rank > 0,
     )
     passes = StepPasses(updates=1, microbatches=microbatches)
     rows = step_traffic(model, placing, work, passes)
@@ -125,6 +135,17 @@ def test_fsdp_sends_what_is_planned(
     if REPLICAS in plan:
         expected["allreduce_"] = plan[REPLICAS]
     assert sent == expected
+
+
+def test_of_a_shared_base_nothing_is_sent(tiny_model, tmp_path):
+    """With LoRA the adapters alone are gathered and reduced."""
+    case = ({}, 8, 1.0, False)
+    sent = measured(tiny_model, tmp_path, 2, "veomni", *case, False, 4)
+    plan, model, _ = planned(tiny_model, "veomni", 2, *case, 4)
+    assert sent == {GATHER: plan[WEIGHTS], SCATTER: plan[GRADIENTS]}
+    # forward and backward of one microbatch, half of which comes from the other rank
+    num_lora = sum(map(math.prod, model.lora.values()))
+    assert sent[GATHER] <= 4 * num_lora * 1.1
 
 
 def test_ulysses_sends_what_is_planned(tiny_model, tmp_path):

@@ -115,8 +115,9 @@ def test_where_replicas_count(plan):
     assert awake["update"]["replica"] == weights
     assert parts(*OFF)["log_probs"]["replica"] == 0
     assert (
-        parts("lora.rank=8")["update"]["replica"] == weights
+        parts("lora.rank=8", "lora.shared_base=never")["update"]["replica"] == weights
     )  # whose pushes would not bring all of it
+    assert parts("lora.rank=8")["update"]["replica"] == parked  # it maps the trainer's base
     assert parts("lora.rank=8", "rollout.sleep=always")["update"]["replica"] == 0
     d, scales = 3072, 4 * (8 * 3072 + 2 * 5 * 3072)
     copied = 60 * (8 * d * d + 4 * d * 4 * d)  # elements
@@ -207,7 +208,7 @@ def test_a_reference_is_on_the_host(plan):
 
 
 def test_lora_holds_the_base_in_engine_dtype_and_trains_the_adapters_alone(plan, capsys):
-    found, _ = plan("lora.rank=64", "algorithm.kl_coef=0.04")
+    found, _ = plan("lora.rank=64", "lora.shared_base=never", "algorithm.kl_coef=0.04")
     width, rank, num_blocks = 3072, 64, 60
     square, mlp = (
         2 * width * rank,

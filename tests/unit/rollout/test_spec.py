@@ -28,6 +28,7 @@ WHOLE = ReplicaSpec(
     fp8_in_place=True,
     stage_config=Path("stages.yaml"),
     float32_streams=True,
+    shared_base=True,
 )
 
 
