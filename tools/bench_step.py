@@ -8,7 +8,9 @@ See docs/performance.md.
 Runs `megadiff train` as a user would (replicas, rewards, sync, update; torchrun for several GPUs)
 and stops it once --steps steps after --warmup are logged. A model folder that holds configs only
 (assets/qwen_image) is first filled with random weights in --scratch; --layers and --text-layers
-make it smaller. Prints a table and one JSON object: medians of every stage, samples/s, TFLOP/s a
+make it smaller. --rank-of N runs on one GPU as the first of N, without the links between them and
+with a replica of its own (one_rank_train.py): seconds and memory before there are N GPUs, for FSDP2
+over dp. Prints a table and one JSON object: medians of every stage, samples/s, TFLOP/s a
 GPU of rollout and training (the model's own FLOPs: recomputation is not counted) and their share of
 --peak-tflops, where a side multiplies in FP8 of --peak-fp8-tflops as well, peak memory of every
 phase beside what `megadiff plan` says of this config, parity gap, hardware, versions. Without a GPU
@@ -82,6 +84,8 @@ def main(argv: list[str]) -> int:
 
 def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -> int:
     config = load_config([*options.config, *arguments])
+    if options.rank_of:
+        check_rank_of(config, options)
     with tempfile.TemporaryDirectory(prefix="bench_step_", dir=options.scratch) as scratch:
         model, made = _model(config, options, Path(scratch))
         config.model.path = str(model)
@@ -128,6 +132,9 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
             **made,
             **figures(rows[options.warmup :], config, model_folder=model, options=options),
             "memory_gib": memory_gib(rows, planned, warmup=options.warmup),
+            # of every step, to compare runs bit for bit
+            "losses": [row["loss/policy"] for row in rows if "loss/policy" in row],
+            "grad_norms": [row["optim/grad_norm"] for row in rows],
             "parity": {key: value for key, value in rows[0].items() if key.startswith("parity/")},
         }
     if options.out:
@@ -152,7 +159,7 @@ def figures(
 
     def tflop(sampling: Sampling, num_forwards: float) -> float:
         forward = adapter.flops(sampling, options.text_tokens) / 1e12
-        return forward * num_forwards / max(options.gpus, 1)
+        return forward * num_forwards / max(num_ranks(options), 1)
 
     rollout = tflop(sampling_of(config.rollout), samples * forwards_per_sample(config, adapter))
     backward = 1 if config.lora.rank else 2  # frozen weights have no gradient of their own
@@ -187,10 +194,10 @@ def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]
     {} where the layout cannot run on them. The gate of a new run comes before AdamW's first step,
     which makes its state.
     """
-    num_bytes, gpus = int(USABLE_GIB[options.gpu] * GIB), options.gpus
+    num_bytes, gpus = int(USABLE_GIB[options.gpu] * GIB), num_ranks(options)
     machine = Machine(
         world_size=gpus,
-        gpus_per_node=gpus,
+        gpus_per_node=options.gpus,
         num_bytes=num_bytes,
         host_bytes=psutil.virtual_memory().total,
         headroom=0.1,
@@ -207,6 +214,23 @@ def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]
     if "log_probs" in planned:
         planned["log_probs"] -= own.phases["log_probs"].get("optimizer", 0)
     return {phase: num_bytes / GIB for phase, num_bytes in planned.items()}
+
+
+def num_ranks(options: argparse.Namespace) -> int:
+    """Return the trainer's ranks, those that are not there included."""
+    return options.rank_of or options.gpus
+
+
+def check_rank_of(config: Config, options: argparse.Namespace) -> None:
+    """Raise ValueError for what one rank of many cannot imitate."""
+    sizes = {"--gpus": options.gpus, "sp": config.parallel.sp, "tp": config.parallel.tp}
+    if config.engine.backend != "veomni" or set(sizes.values()) != {1}:
+        found = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"--rank-of {options.rank_of} imitates FSDP2's collectives on one GPU, but found "
+            f"engine.backend={config.engine.backend}, {found}; use engine.backend=veomni, --gpus 1 "
+            "and no parallel.sp or parallel.tp"
+        )
 
 
 def memory_gib(
@@ -334,6 +358,9 @@ def _run(
 
 def _launcher(options: argparse.Namespace) -> list[str]:
     """Return the command line of the CLI, by torchrun for several GPUs."""
+    if options.rank_of:
+        script = Path(__file__).parent / "one_rank_train.py"
+        return [sys.executable, str(script), str(options.rank_of)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
     return [sys.executable, *(torchrun if options.gpus > 1 else []), "-m", "megadiff.cli.main"]
 
@@ -414,6 +441,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", nargs="*", help="yaml files, and key=value after the options")
     parser.add_argument("--gpus", type=int, default=1, help="trainer processes")
+    parser.add_argument(
+        "--rank-of",
+        type=int,
+        default=0,
+        metavar="N",
+        help="as the first of N GPUs, without their links",
+    )
     parser.add_argument("--steps", type=int, default=3, help="that are measured")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument(

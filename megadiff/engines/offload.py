@@ -71,12 +71,12 @@ class HostCopies:
 
     @property
     def on_device(self) -> bool:
-        """Whether tensors are where they were made, and no copy is under way."""
+        """Tell whether tensors are where they were made, and no copy is under way."""
         return self._place is Place.DEVICE
 
     @property
     def moves(self) -> bool:
-        """Whether copies are under way, in either direction."""
+        """Tell whether copies are under way, in either direction."""
         return self._place in (Place.LEAVING, Place.RETURNING)
 
     def current(self, key: str, tensor: Tensor) -> Tensor:

@@ -35,14 +35,16 @@ def offload_choice(
         headroom=HEADROOM,
     )
     without = replace(config, engine=replace(config.engine, offload="never"))
-    kept = plan_configured(without, adapter, machine=machine, text_tokens=TEXT_TOKENS)
+    on_gpu = plan_configured(without, adapter, machine=machine, text_tokens=TEXT_TOKENS)
     chosen = plan_configured(config, adapter, machine=machine, text_tokens=TEXT_TOKENS)
-    if not kept or not chosen or not kept.phases or not chosen.offloads:
+    if not on_gpu or not chosen or not on_gpu.phases or not chosen.offloads:
         return "never", "replicas fit beside the optimizer state, or it would not help"
 
-    phase = max(kept.phases.keys() - {"update"}, key=kept.peak)  # an update needs it in any case
+    phase = max(
+        on_gpu.phases.keys() - {"update"}, key=on_gpu.peak
+    )  # an update needs it in any case
     reason = (
-        f"with the optimizer state on the GPU {phase} would take {kept.peak(phase) / GIB:.1f} of "
+        f"with the optimizer state on the GPU {phase} would take {on_gpu.peak(phase) / GIB:.1f} of "
         f"{machine.budget / GIB:.1f} GiB; {chosen.host['offloaded optimizer'] / GIB:.1f} GiB of a "
         "rank's wait in host memory while replicas are awake"
     )

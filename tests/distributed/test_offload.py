@@ -81,7 +81,7 @@ def _check_freed(kept: ComponentsEngine, moved: ComponentsEngine, backend: str) 
     work = replace(activation_work(kept.adapter, 2), keeps_average=True)
     shape = model_shape(kept.adapter, LoraConfig())
     static = static_bytes(shape, Placing(backend=backend, layout=layout), work, offloads=True)
-    counters = STEP_COUNTER * len(only(kept)._optimized)  # at most: they stay on the device
+    counters = STEP_COUNTER * len(shape.trained)  # of a rank at most: they stay on the device
 
     # Megatron's averages of untrained weights are on the host anyway; here that is the device
     untrained = only(kept)._average.keys() - only(kept)._optimized.keys()

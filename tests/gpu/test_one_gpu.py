@@ -48,6 +48,41 @@ def _offload_worker(pipeline, backend, rank):
     assert engine.update(batch, LOSS)["optim/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("backend", ["veomni", "megatron"])
+def test_offload_changes_no_bit(backend, tiny_model):
+    run_ranks(_offloading_worker, 1, tiny_model, backend, start_method="spawn")
+
+
+def _offloading_worker(pipeline, backend):
+    """Copies run beside forward, backward and other kernels; host memory is page-locked once."""
+    seen = []
+    for offload in ("never", "always"):
+        engine = build(
+            pipeline,
+            {},
+            dtype="bfloat16",
+            backend=backend,
+            device="cuda",
+            average_decay=0.5,
+            offload=offload,
+        )
+        batch = mine(engine)
+        figures = []
+        for _ in range(4):
+            engine.offload()
+            figures += [engine.velocities(batch).sum().item()]
+            figures += [engine.update(batch, LOSS), engine.update(batch, LOSS)]
+            engine.offload(waits=False)
+        engine.offload()
+        copies = only(engine)._on_host
+        state = {key: copies.current(key, tensor).cpu() for key, _, tensor in only(engine)._state()}
+        seen.append((figures, state))
+        assert copies.on_device == (offload == "never")
+    (figures, state), (other_figures, other_state) = seen
+    assert figures == other_figures
+    assert all(torch.equal(tensor, other_state[key]) for key, tensor in state.items())
+
+
 @pytest.fixture(scope="module")
 def replica(tiny_model, tmp_path_factory):
     """A replica on the GPU."""

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from megadiff.cli.main import main
+from megadiff.config.load import load_config
 from megadiff.models.registry import build_adapter
 from megadiff.planner.engine_memory import GIB
 from megadiff.planner.footprint import replica_weights
+from megadiff.planner.offload_choice import offload_choice
 
 ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "configs/recipes/qwen_image_flowgrpo_4xh200.yaml")
@@ -138,6 +140,66 @@ def test_where_replicas_count(plan):
     assert all(
         asleep[phase]["contexts"] == 2 * separate[phase]["contexts"] > 0 for phase in asleep
     )  # two processes
+
+
+H100 = ("--gpu", "h100", "train.microbatch_size=8")
+
+
+def test_optimizer_state_waits_on_the_host_where_nothing_fits_otherwise(plan):
+    """All weights of Qwen-Image on eight GPUs of 80 GB, and not where there is memory for it."""
+    found, code = plan(*H100, "algorithm.ema_decay=0.9", world_size=8)
+    taken = found["layouts"][found["pick"]]
+    assert code == 0 and sizes(taken) == ("veomni", 8, 1, 1, 1) and taken["offloads"]
+    assert found["overrides"].endswith(" engine.offload=always")
+    moved = taken["static"]["optimizer"] + taken["static"]["average"]
+    assert taken["host"]["offloaded optimizer"] == moved > 28 * GIB
+    for name, parts in taken["phases"].items():
+        waits = 0 if name != "update" else moved
+        assert parts["optimizer"] + parts["average"] == waits, name
+
+    never, code = plan(*H100, "engine.offload=never", world_size=8)
+    assert code == 1 and never["pick"] is None
+    kept = never["layouts"][0]["phases"]["rollout"]["optimizer"]
+    assert kept == taken["static"]["optimizer"]
+
+    large, _ = plan(world_size=8)
+    assert not large["layouts"][large["pick"]]["offloads"]
+    separate, _ = plan(*H100, *SEPARATE, world_size=8)
+    assert not any(layout["offloads"] for layout in separate["layouts"])
+
+
+def test_the_hosts_memory_counts_too(plan, capsys):
+    """Of a node with less than its GPUs' states need, nothing fits, and both numbers are said."""
+    found, code = plan(*H100, "--host-gib", "100", world_size=8)
+    assert code == 1 and found["machine"]["host_bytes"] == 100 * GIB
+    forced, code = plan(*H100, "--host-gib", "100", "engine.offload=always", world_size=8)
+    assert code == 1 and not any(layout["fits"] for layout in forced["layouts"])
+    asked = [RECIPE, MODEL, *H100, "--host-gib", "100", "engine.offload=always"]
+    assert main(["plan", *asked, "--world-size", "8"]) == 1
+    text = capsys.readouterr().out
+    assert "its GPUs suffice, but 33.4 GiB of host memory a GPU > 11.2 GiB" in text
+    assert "over in host memory" in text
+
+
+def test_a_run_decides_as_the_plan_does(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config([RECIPE, "train.microbatch_size=8"])
+    adapter = build_adapter(ROOT / "assets/qwen_image")
+    for gib, host_gib, expected in (
+        (79.1, 1024, "always"),
+        (79.1, 100, "never"),
+        (139.8, 1024, "never"),
+    ):
+        choice, reason = offload_choice(
+            config,
+            adapter,
+            world_size=8,
+            ranks_per_node=8,
+            num_bytes=int(gib * GIB),
+            host_bytes=host_gib * GIB,
+        )
+        assert choice == expected, (gib, host_gib)
+        assert choice == "never" or "would take 87.2 of 71.2 GiB; 18.9 GiB" in reason
 
 
 def test_gradients_exist_while_an_update_runs(plan):
@@ -368,10 +430,11 @@ def test_nothing_fits(capsys):
         "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or "
         "rollout.mode=separate" in text
     )
-    assert main([*arguments, "engine.activation_memory_budget=0"]) == 1
+    asked = ("engine.activation_memory_budget=0", "engine.offload=never")
+    assert main([*arguments, *asked]) == 1
     text = capsys.readouterr().out
     assert "GiB > 35.5 GiB in rollout: " in text and "replica at work" in text
-    assert "try rollout.mode=separate, or more GPUs" in text
+    assert "try engine.offload=auto, or nodes with more host memory, or rollout.mode=sep" in text
     assert main([*arguments, *SEPARATE, "engine.activation_memory_budget=0.15"]) == 1
     text = capsys.readouterr().out
     assert "GiB > 35.5 GiB in update: " in text and "activations" in text

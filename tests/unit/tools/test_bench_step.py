@@ -76,7 +76,7 @@ def test_figures_are_medians_and_rates(tiny_model):
         "memory/peak_gib": 5.0,
         "reward/zero_std_ratio": 0.75,
     }
-    options = Namespace(gpus=2, text_tokens=8, peak_tflops=0.5)
+    options = Namespace(gpus=2, rank_of=0, text_tokens=8, peak_tflops=0.5)
     found = bench_step.figures(
         [ROW, ROW, slow], config, model_folder=Path(tiny_model), options=options
     )
@@ -108,7 +108,9 @@ def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
     config = load_config(
         [str(ROOT / "configs/quickstart.yaml"), "run.name=x", f"model.path={tiny_model}"]
     )
-    planned = bench_step.planned_gib(config, Namespace(gpu="h200", gpus=1, text_tokens=8))
+    planned = bench_step.planned_gib(
+        config, Namespace(gpu="h200", gpus=1, rank_of=0, text_tokens=8)
+    )
     assert planned.keys() == {"log_probs", "rollout", "sync", "update"} and all(
         gib > 0 for gib in planned.values()
     )
@@ -138,7 +140,10 @@ def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
     other_world = load_config(
         [str(ROOT / "configs/quickstart.yaml"), f"model.path={tiny_model}", "parallel.sp=7"]
     )
-    assert bench_step.planned_gib(other_world, Namespace(gpu="h200", gpus=1, text_tokens=8)) == {}
+    assert (
+        bench_step.planned_gib(other_world, Namespace(gpu="h200", gpus=1, rank_of=0, text_tokens=8))
+        == {}
+    )
 
 
 def test_a_run_that_cannot_start_is_shown(tiny_model, tmp_path, capsys):

@@ -355,3 +355,12 @@ def test_a_check_is_made_again_where_it_failed_by_a_lost_replica() -> None:
 
     with pytest.raises(AgreedError, match="a gap"):
         parts.replicas.retry(lambda: (_ for _ in ()).throw(AgreedError("a gap")))
+
+
+def test_replicas_get_the_memory_of_optimizer_state_before_a_push() -> None:
+    parts = Parts()
+    parts.replicas._offload = lambda: parts.events.append("offload")
+    parts.on_push = lambda: parts.events.append("push")
+    parts.replicas.wake(1)
+    parts.replicas.bring(2, Timers())
+    assert parts.events == ["offload", "push"] * 2
