@@ -1,6 +1,6 @@
 """Milliseconds and memory of decoding a call's images by Qwen-Image's VAE, random weights.
 
-    python tools/bench_decode.py [--images 16] [--size 512] [--rows 4 16] [--model assets/qwen_image]
+    python tools/bench_decode.py [--images 16] [--size 512] [--rows 4 16] [--model FOLDER]
 
 Prints a line of JSON for the decoder as replicas run it, eager and compiled, and for so many images
 at once as --rows says. Without a GPU it runs on the CPU.

@@ -58,7 +58,7 @@ def test_a_vision_tower_counts_where_images_are_given(
 
 
 def test_published_bagel_is_sized_without_weights() -> None:
-    """Its folder of shapes has no weights. SigLIP's 26 layers and FLUX.1's autoencoder are known."""
+    """Its folder of shapes has no weights. SigLIP's 26 layers, FLUX.1's autoencoder: known."""
     networks = build_adapter(Path("assets/bagel")).root_networks()
     assert networks == {
         "language head": 152064 * 3584 + 3584,
