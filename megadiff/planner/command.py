@@ -288,7 +288,8 @@ def _host_part(plan: MemoryPlan, estimate: Estimate) -> str:
     """Say how much host memory a GPU takes, of how much."""
     if not estimate.host_bytes:
         return ""
-    used, budget = _gib(estimate.host_bytes), _gib(plan.machine.host_budget)
+    used = _gib(estimate.host_bytes)
+    budget = _gib(plan.machine.host_budget)
     return f"; host memory {used} of {budget} GiB a GPU"
 
 
