@@ -56,7 +56,7 @@ def check_torchao(config: Config) -> None:
     check_version("torchao", tested=TESTED_VERSIONS)
 
     if config.run.device == "cpu" or not torch.cuda.is_available():
-        return  # torch multiplies in FP8 on a CPU too, slowly
+        return  # emulated there
     capability = torch.cuda.get_device_capability()
     if capability < FP8_CAPABILITY:
         major, minor = capability
@@ -94,11 +94,13 @@ def misfits(shapes: Shapes, plan: ParallelPlan) -> list[str]:
     return odd
 
 
-def scaling_config(scaling: str) -> Float8LinearConfig:
+def scaling_config(scaling: str, *, emulate: bool) -> Float8LinearConfig:
     """Return torchao's recipe of that name, with scales that are powers of two.
 
     The backward of a weight sums over tokens. Where their number is no multiple of 16 torchao pads
     it by zeros, as texts need.
+    emulate: multiply the FP8 numbers in float32, as torch's kernels for CPUs take a hundred times
+    longer for a tensor's scale.
     """
     from torchao.float8 import Float8LinearConfig
 
@@ -106,14 +108,17 @@ def scaling_config(scaling: str) -> Float8LinearConfig:
         Float8LinearConfig.from_recipe_name(scaling),
         round_scales_to_power_of_2=True,
         pad_inner_dim=True,
+        emulate=emulate,
     )
 
 
-def multiply_in_fp8(module: nn.Module, plan: ParallelPlan, *, scaling: str) -> None:
+def multiply_in_fp8(
+    module: nn.Module, plan: ParallelPlan, *, scaling: str, device: torch.device
+) -> None:
     """Replace the blocks' linears by torchao's, in place, with the same parameters.
 
     module: diffusers' transformer, or a class made from it, before FSDP2 wraps it.
-    scaling: tensorwise or rowwise.
+    scaling: tensorwise or rowwise. device: where it will be; on a CPU products are emulated.
     """
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
@@ -122,7 +127,7 @@ def multiply_in_fp8(module: nn.Module, plan: ParallelPlan, *, scaling: str) -> N
     linears = {module_of(name) for name in names}
     convert_to_float8_training(
         module,
-        config=scaling_config(scaling),
+        config=scaling_config(scaling, emulate=device.type == "cpu"),
         module_filter_fn=lambda _, name: name in linears,
     )
 

@@ -235,7 +235,7 @@ def _build_transformer(
     if adapters:
         adapt_linears(model, adapters)
     if config.engine.fp8 != "none":
-        multiply_in_fp8(model, plan, scaling=config.engine.fp8)
+        multiply_in_fp8(model, plan, scaling=config.engine.fp8, device=mesh.device)
 
     if is_veomnis:
         adapter.adapt_veomni_module(model)

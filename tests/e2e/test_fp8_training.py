@@ -23,7 +23,7 @@ def test_a_run_trains_in_fp8_on_its_own_log_probs(trainer: Trainer, registry: Pa
     )
     assert result.code == 0, result.stderr
     assert "24 linears multiply in FP8, scaled tensorwise" in result.stderr
-    assert "algorithm.old_log_prob=auto: old log_probs are the trainer's" in result.stderr
+    assert "from here on old log_probs are the trainer's" in result.stderr
 
     first, second = result.rows
     assert 5e-5 < first[GAP] < 5e-2

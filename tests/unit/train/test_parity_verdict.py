@@ -23,13 +23,14 @@ def config(
     model: str = "float32",
     engine: str = "float32",
     fp8: bool = False,
+    trainer_fp8: str = "none",
     guidance: float = 1.0,
     name: str = "flow_grpo",
 ):
     return SimpleNamespace(
         algorithm=AlgorithmConfig(name=name, old_log_prob=old_log_prob, clip_range=clip_range),
         model=ModelConfig(dtype=model),
-        engine=EngineConfig(dtype=engine),
+        engine=EngineConfig(dtype=engine, fp8=trainer_fp8),
         rollout=RolloutConfig(fp8=fp8, true_cfg_scale=guidance),
     )
 
@@ -57,6 +58,7 @@ def gaps(**changed: float) -> dict[str, float]:
         ("auto", 2e-3, {"model": "bfloat16"}, "= 0.002 >= 0.001 (more than bfloat16 rounds"),
         ("auto", 2e-3, {"model": "bfloat16", "fp8": True}, ""),
         ("auto", 6e-2, {"model": "bfloat16", "fp8": True}, "= 0.06 >= 0.05 (more than fp8 rounds"),
+        ("auto", 2e-3, {"engine": "bfloat16", "trainer_fp8": "tensorwise"}, ""),
         ("rollout", 6e-6, {"model": "bfloat16", "fp8": True}, "half of algorithm.clip_range"),
         ("auto", float("inf"), {"model": "bfloat16"}, "= inf >="),
         # their losses have no ratio to the rollout's log_probs: neither is too strict, nor too lax
@@ -76,6 +78,12 @@ def test_other_gaps_are_never_let_pass(old_log_prob, name, gap):
     assert f"parity/{name}_gap_max" in verdict(
         gaps(**{name: gap}), config(old_log_prob, clip_range=1.0)
     )
+
+
+def test_latents_may_be_apart_by_the_rounding_of_either_side():
+    for trainer in ({"engine": "bfloat16"}, {"engine": "bfloat16", "trainer_fp8": "rowwise"}):
+        assert verdict(gaps(latents=0.2), config("auto", **trainer)) == ""
+    assert "latents_gap_max = 0.2 >= 0.01" in verdict(gaps(latents=0.2), config("auto"))
 
 
 def test_auto_takes_the_rollouts_own_below_half_the_clip_range(caplog):
