@@ -6,7 +6,7 @@ in training. Only the low-rank tensors are sharded. Memory and its layout: sync/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -107,7 +107,7 @@ class WithheldBase:
         _set_all(module, parameters)
 
 
-def _set_all(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+def _set_all(module: nn.Module, parameters: Mapping[str, nn.Parameter | None]) -> None:
     for name, parameter in parameters.items():
         owner, _, leaf = name.rpartition(".")
         # not by setattr: FSDP2 changes what a module's attributes do

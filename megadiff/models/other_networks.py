@@ -28,7 +28,8 @@ def autoencoder_parameters() -> int:
     from diffusers import AutoencoderKL
 
     with init_empty_weights():
-        return _count(AutoencoderKL(**AUTOENCODER))
+        autoencoder: Any = AutoencoderKL(**AUTOENCODER)
+        return _count(autoencoder)
 
 
 def vision_parameters(config: Mapping[str, Any]) -> int:
@@ -36,7 +37,8 @@ def vision_parameters(config: Mapping[str, Any]) -> int:
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
     with init_empty_weights():
-        return _count(SiglipVisionModel(SiglipVisionConfig(**config, vision_use_head=False)))
+        values = dict(config) | {"vision_use_head": False}
+        return _count(SiglipVisionModel(SiglipVisionConfig(**values)))
 
 
 def _count(module: nn.Module) -> int:

@@ -128,7 +128,8 @@ class RolloutPipelineMixin:
         for module in self._policy_modules():
             module.load_weights(())  # which also notes how LoRA finds packed layers
         # without any source vllm-omni expects to load all networks, which have loaded themselves
-        named = self.named_parameters() if not self.weights_sources else self.policy_parameters()
+        every: Any = self  # a torch module
+        named = self.policy_parameters() if self.weights_sources else every.named_parameters()
         return set(loaded or ()) | {name for name, _ in named}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -55,7 +55,7 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
                 name = f"transformer.{core}"
             yield name, parameter
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
         """Load a checkpoint's tensors, or pushed ones under the trainer's names."""
         return super().load_weights((_stored_name(name), tensor) for name, tensor in weights)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from megadiff.models.qwen_image.plan import PLAN, SERVED_NAMES
 from megadiff.models.qwen_image.rotary import rotate_in_real
 from megadiff.models.qwen_image.streams import keep_streams_in_float32
 from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
+from megadiff.models.served_names import ServedNames
 from megadiff.types import Sampling, Tensors
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class QwenImageAdapter(ImageFamily):
     transformer_class = "QwenImageTransformer2DModel"
     rollout_pipeline = "megadiff.models.qwen_image.pipeline:QwenImageRolloutPipeline"
     plan = PLAN
-    served_names = SERVED_NAMES
+    served_names: ClassVar[ServedNames | None] = SERVED_NAMES
     guidance_keys = ("true_cfg_scale",)
     veomni_splits_tokens = True
     max_prompt_tokens = 1024  # as in the pipeline of diffusers
