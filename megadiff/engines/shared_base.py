@@ -51,6 +51,10 @@ def _obstacles(
     if not (build_algorithm(config.algorithm).on_policy or config.eval.every):
         yield "nothing samples, so there are no replicas"
 
+    if rollout.sleep == "always" and world_size > config.parallel.dp_replicate:
+        # an update would then hold the whole base where it held a shard, and replicas hold none
+        yield "rollout.sleep=always on several GPUs: replicas give their copies back anyway"
+
     if rollout.tp > 1:
         yield f"rollout.tp={rollout.tp} splits a replica's weights; it takes 1"
 

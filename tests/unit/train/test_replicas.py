@@ -141,7 +141,7 @@ def test_replicas_that_a_run_starts_have_a_token(tmp_path, monkeypatch, given):
     tokens = []
     for _ in range(2):  # the second start finds what the first left
         token = fresh_token(tmp_path)
-        started = _launch(_config(2), MESH, tmp_path, token)
+        started = _launch(_config(2), MESH, tmp_path, token, shared_base=False)
         for process in started:
             process.process.wait(30)
         assert [process.token for process in started] == [token] * 2
