@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from megadiff.cli.console import quiet_imports
+
+quiet_imports()  # pytest would show them after its summary
+
 # A shell that starts tests in the background makes them ignore SIGINT, and what they start inherits
 # that. Tests that press Ctrl-C would wait for an end that never comes.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
