@@ -120,7 +120,11 @@ def replicas(
 
 def start(arguments: Sequence[str], place: int, log: Path, *, on_gpu: bool) -> subprocess.Popen:
     """Start a command of megadiff, bound to a core or a GPU."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     bind = None
     if on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = str(place)

@@ -31,8 +31,10 @@ def send(
         return [broadcast(group, flat, timeout_s=timeout_s)]
     # In gloo's broadcast all would wait for a worker that is gone, so each has its own message.
     tag = message_tag(number, len(flat))
-    works = [group.send([flat], peer, tag) for peer in range(1, world_size)]
-    return [in_background(partial(work.wait, timedelta(seconds=timeout_s))) for work in works]
+    return [
+        message(partial(group.send, [flat], peer, tag), timeout_s=timeout_s)
+        for peer in range(1, world_size)
+    ]
 
 
 def receive(
@@ -41,7 +43,19 @@ def receive(
     """Start the other end of send()."""
     if flat.device.type == "cuda":
         return broadcast(group, flat, timeout_s=timeout_s)
-    work = group.recv([flat], 0, message_tag(number, len(flat)))
+    tag = message_tag(number, len(flat))
+    return message(partial(group.recv, [flat], 0, tag), timeout_s=timeout_s)
+
+
+def message(start: Callable[[], dist.Work], *, timeout_s: float) -> Future[None]:
+    """Start a message by gloo, and wait for its end in the background."""
+    try:
+        work = start()
+    except RuntimeError as error:
+        # The peer has closed its connection before: that peer's transfer failed, and no other's.
+        failed: Future[None] = Future()
+        failed.set_exception(error)
+        return failed
     return in_background(partial(work.wait, timedelta(seconds=timeout_s)))
 
 

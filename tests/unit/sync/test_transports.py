@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from megadiff.config.schema import SyncConfig
 from megadiff.sync.bucket import BucketBody, bucket_manifest
-from megadiff.sync.transports import disk, shared_memory, transfers
+from megadiff.sync.transports import disk, group, shared_memory, transfers
 from megadiff.sync.transports.base import HttpTransport, SyncError, Transport
 from megadiff.sync.transports.choose import build_transport
 from megadiff.sync.transports.disk import DiskTransport
@@ -310,13 +310,9 @@ def test_disk_never_shows_half_a_version(tmp_path):
 
 
 def in_group(*targets: Target, timeout_s: float = transfers.TIMEOUT_S) -> GroupTransport:
-    transport = GroupTransport(
-        targets, device=CPU, num_workers=[1] * len(targets), timeout_s=timeout_s
-    )
     for place, target in enumerate(targets):
         target.name = f"replica_{place}"
-    transport.first_ranks = {target.name: 1 + place for place, target in enumerate(targets)}
-    return transport
+    return GroupTransport(targets, device=CPU, num_workers=[1] * len(targets), timeout_s=timeout_s)
 
 
 def test_a_group_is_kept_until_it_breaks():
@@ -381,6 +377,30 @@ def test_a_replica_that_is_busy_for_long_joins_late():
     push(transport, 1)
     assert_held(targets[0])
     assert_held(targets[1])
+    transport.close()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_worker_that_closed_its_connection_is_named(answers, monkeypatch):
+    """gloo then refuses to begin a message, where others fail later."""
+    monkeypatch.setattr(group, "BLAME_S", 0.1)
+    silent = threading.Event()
+
+    class Silent(Target):
+        def weights_bucket(self, bucket):
+            silent.wait(20)
+
+    targets = [Target(), Target() if answers else Silent()]
+    transport = in_group(*targets, timeout_s=2.0)
+    transport.begin(1, MANIFEST, None)
+    targets[1].receiver._group._drop()
+    time.sleep(0.5)  # until its connection is closed
+    with pytest.raises(
+        (ValueError, SyncError), match="not in group" if answers else "and replica_1 broke"
+    ):
+        transport.send(BUCKETS[0])
+    silent.set()
+    transport.end(ValueError())
     transport.close()
 
 
