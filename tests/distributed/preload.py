@@ -12,5 +12,10 @@ import_frozen(
         "megadiff.engines.veomni",
         "megadiff.parallel.tensor_parallel",
         "megadiff.cli.train",
+        # imported by those who use them
+        "diffusers.models.autoencoders.vae",
+        "diffusers.models.embeddings",
+        "megadiff.models.qwen_image_edit.text",
+        "megadiff.engines.megatron",
     ]
 )

@@ -25,6 +25,7 @@ PRELOAD = [
     "vllm.entrypoints.openai.api_server",
     "uvicorn",
     "megadiff.models.qwen_image.pipeline",
+    "megadiff.models.qwen_image_edit.text",
     "megadiff.models.wan22.pipeline",
     "megadiff.rollout.worker.extension",
     "megadiff.rollout.server.routes",

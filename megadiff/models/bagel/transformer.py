@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -158,6 +157,9 @@ class TimestepEmbedder(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, timestep_B: Tensor) -> Tensor:
+        # Here: commands that only look at a model's sizes import no diffusers.
+        from diffusers.models.embeddings import get_timestep_embedding
+
         waves_BC = get_timestep_embedding(
             timestep_B, FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0
         )

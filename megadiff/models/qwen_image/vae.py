@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor, nn
 from torch.nn import functional
+
+if TYPE_CHECKING:  # imports all of diffusers' models
+    from diffusers.models.autoencoders.vae import DecoderOutput
 
 
 def convolve_single_frames_in_2d(vae: nn.Module) -> None:
@@ -32,7 +34,11 @@ def _decode(
         return stock(z_BCTHW, return_dict=return_dict)
 
     image_BCTHW = vae.decoder(vae.post_quant_conv(z_BCTHW)).clamp(-1.0, 1.0)
-    return DecoderOutput(sample=image_BCTHW) if return_dict else (image_BCTHW,)
+    if not return_dict:
+        return (image_BCTHW,)
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
+    return DecoderOutput(sample=image_BCTHW)
 
 
 def _convolve(

@@ -13,7 +13,7 @@ from megadiff.models.adapter import Images
 from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.decoding import TokenCount
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
-from megadiff.models.qwen_image_edit import text as edit_text
+from megadiff.models.qwen_image_edit.sides import picture_sides, sides_of_area
 from megadiff.types import Sampling, Tensors
 
 
@@ -38,8 +38,8 @@ class QwenImageEditAdapter(QwenImageAdapter):
 
         The stock pipelines give all images an area of 1024², which is the same where that is drawn.
         """
-        edit_text.picture_sides(height, width)  # what its text encoder refuses, too
-        return edit_text.sides_of_area(height, width, sampling.height * sampling.width)
+        picture_sides(height, width)  # what its text encoder refuses, too
+        return sides_of_area(height, width, sampling.height * sampling.width)
 
     def image_shapes(self, sampling: Sampling) -> list[tuple[int, int, int]]:
         pixels = self.pixels_per_token
@@ -63,16 +63,19 @@ class QwenImageEditAdapter(QwenImageAdapter):
         """Load what encodes instructions: the stock pipeline's processor needs torchvision."""
         from transformers import Qwen2_5_VLForConditionalGeneration
 
+        from megadiff.models.qwen_image_edit.text import PictureProcessor
+
         text_encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(
             self.model_folder / "text_encoder", dtype=dtype
         )
-        processor = edit_text.PictureProcessor.from_pretrained(self.model_folder)
+        processor = PictureProcessor.from_pretrained(self.model_folder)
         return SimpleNamespace(processor=processor, text_encoder=text_encoder)
 
     def encode(self, pipeline: Any, texts: Sequence[str], images: Sequence[Images]) -> Tensors:
-        embeds_BTD, mask_BT = edit_text.encode(
-            texts, images, pipeline.processor, pipeline.text_encoder
-        )
+        # It imports transformers: seconds that a command like `megadiff plan` can do without.
+        from megadiff.models.qwen_image_edit.text import encode
+
+        embeds_BTD, mask_BT = encode(texts, images, pipeline.processor, pipeline.text_encoder)
         return {"prompt_embeds": embeds_BTD, "prompt_mask": mask_BT}
 
     def token_count(self, sampling: Sampling, num_text_tokens: int) -> TokenCount:

@@ -28,7 +28,8 @@ from megadiff.diffusion.sde import ode_step
 from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.packing import TokenGrid
 from megadiff.models.qwen_image_edit.adapter import QwenImageEditAdapter
-from megadiff.models.qwen_image_edit.text import PictureProcessor, encode, sides_of_area
+from megadiff.models.qwen_image_edit.sides import sides_of_area
+from megadiff.models.qwen_image_edit.text import PictureProcessor, encode
 from megadiff.types import Sampling
 
 AREA = 64 * 64
