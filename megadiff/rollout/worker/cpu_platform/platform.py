@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 
 import psutil
 import torch
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
+
+# How long who reads a queue between server and workers spins after a message, before it waits for
+# the next. vLLM's own second takes a core from trainers that share this machine's few.
+SPIN_S = 0.01
+SpinCondition.__init__ = partialmethod(  # type: ignore[assignment, method-assign]
+    SpinCondition.__init__, busy_loop_s=SPIN_S
+)
 
 
 def _always(answer: object) -> Any:
