@@ -11,6 +11,7 @@ from pathlib import Path
 import bench_step
 import psutil
 import pytest
+import step_figures
 
 from megadiff.config.load import load_config
 
@@ -77,7 +78,7 @@ def test_figures_are_medians_and_rates(tiny_model):
         "reward/zero_std_ratio": 0.75,
     }
     options = Namespace(gpus=2, rank_of=0, text_tokens=8, peak_tflops=0.5)
-    found = bench_step.figures(
+    found = step_figures.figures(
         [ROW, ROW, slow], config, model_folder=Path(tiny_model), options=options
     )
     assert (
@@ -98,10 +99,10 @@ def test_sides_in_fp8_are_held_against_fp8s_peak():
         [str(ROOT / "configs/quickstart.yaml"), "run.name=x", "engine.fp8=rowwise"]
     )
     rates = {"rollout": 380.0, "train": 602.0}
-    share = bench_step._fp8_rates(rates, config, Namespace(peak_fp8_tflops=1204.0))
+    share = step_figures._fp8_rates(rates, config, Namespace(peak_fp8_tflops=1204.0))
     assert share == {"mfu_fp8": {"train": 0.5}, "peak_fp8_tflops": 1204.0}
     config.engine.fp8 = "none"
-    assert bench_step._fp8_rates(rates, config, Namespace(peak_fp8_tflops=1204.0)) == {}
+    assert step_figures._fp8_rates(rates, config, Namespace(peak_fp8_tflops=1204.0)) == {}
 
 
 def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
@@ -119,7 +120,7 @@ def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
         {"memory/train_gib": 4.0},
         {"memory/train_gib": 5.0},
     ]
-    found = bench_step.memory_gib(rows, {"update": 4.0, "rollout": 1.0}, warmup=1)
+    found = step_figures.memory_gib(rows, {"update": 4.0, "rollout": 1.0}, warmup=1)
     assert found == {"parity": {"measured": 7.0}, "train": {"measured": 5.0, "planned": 4.0}}
     seconds = {"time/step_s": 2.0}
     rates = {"tflops_per_gpu": {"train": 380.0}, "mfu": {"train": 0.5}, "peak_tflops": 761.0}
@@ -130,11 +131,11 @@ def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
         "start_s": 9.0,
         "zero_std_ratio": 0.0,
     }
-    text = bench_step.table({"seconds": seconds, "memory_gib": found, **rates, **sizes})
+    text = step_figures.table({"seconds": seconds, "memory_gib": found, **rates, **sizes})
     assert "| train | 5.0 | 4.0 | 1.25 |" in text and "| parity | 7.0 | – | – |" in text
     assert "MFU of 761): train 380 (50%)" in text and "equal rewards" not in text
     unequal = sizes | {"zero_std_ratio": 0.25}
-    assert "25 % of the groups have equal rewards" in bench_step.table(
+    assert "25 % of the groups have equal rewards" in step_figures.table(
         {"seconds": seconds, "memory_gib": found, **rates, **unequal}
     )
     other_world = load_config(
