@@ -9,9 +9,11 @@ launch/setup.sh
 bin=.venv/bin
 $bin/ruff check .
 $bin/ruff format --check .
-$bin/mypy megadiff
+$bin/mypy megadiff & # the longest, beside the rest
+types=$!
 $bin/shellcheck launch/*.sh tests/slurm/*.sh .ci/run
 site=$(mktemp -d "${TMPDIR:-/tmp}/megadiff-docs.XXXXXX")
 trap 'rm -rf "$site"' EXIT
 $bin/mkdocs build --strict --quiet --site-dir "$site"
+wait "$types"
 echo "check: lint, layout, types and docs are right"

@@ -156,7 +156,9 @@ def test_a_dead_judge_is_named_and_no_sample_scores_0(judged):
     assert "reward 'look' on sample" in line
     assert f"judge_tiny_0 (pid {judge.pid}) was killed by SIGKILL; see " in line
     log = judged.folder / "logs" / "judge_tiny_0.log"
-    assert log.read_text().splitlines()[-1] in stderr  # the log's last lines
+    # The log's last lines. What the dead judge's own processes write as they end may come later.
+    lines = log.read_text().splitlines()
+    assert [line for line in lines if not line.startswith(("(EngineCore", "(Worker"))][-1] in stderr
 
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive
