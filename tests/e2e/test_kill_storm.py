@@ -9,13 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_three_random_ends(tmp_path):
+def test_five_random_ends(tmp_path):
     """A replica of the run's own and a shared one, torchrun, and ranks alone and in pairs."""
     seed = "2"
     command = [
         sys.executable,
         str(ROOT / "tools" / "kill_storm.py"),
-        "--count=3",
+        "--count=5",
         f"--seed={seed}",
     ]
     environment = {key: value for key, value in os.environ.items() if key != "MEGADIFF_KILL_STORM"}
@@ -28,7 +28,7 @@ def test_three_random_ends(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     summary = done.stdout.splitlines()[-1]
-    assert summary.startswith(f"3 trials, seed {seed}: 0 finished steps lost"), summary
+    assert summary.startswith(f"5 trials, seed {seed}: 0 finished steps lost"), summary
 
 
 def test_ten_random_faults_of_replicas_change_no_bit(tmp_path, tiny_model):

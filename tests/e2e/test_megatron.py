@@ -48,15 +48,16 @@ def test_every_layout_gives_the_veomni_engines_metrics(name, runs, reference):
 
 
 def test_compiled_blocks_give_the_same_metrics(runs, tmp_path):
-    """In one step of prompts of one length, ungated: each shape is a variant, for seconds."""
+    """In one step of prompts of one length: each shape is a variant, compiled for seconds."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle\na red square\na red kettle\na red pencil\n")
-    shared = [f"data.prompts={prompts}", "train.num_steps=1", "parity.mode=off"]
+    shared = [f"data.prompts={prompts}", "train.num_steps=1"]
     plain = runs("plain", 1, *shared).rows
 
     compiled = ["parallel.tp=2", "engine.compile=true", "engine.activation_memory_budget=0.25"]
     result = runs("compiled", 2, MEGATRON, *shared, *compiled, worker=_train_compiled)
     _close(result.rows, plain)
+    assert result.rows[0]["parity/log_prob_gap_max"] <= 1e-5
 
 
 def _train_compiled(arguments: list[str]) -> None:
