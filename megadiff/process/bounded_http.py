@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import httpcore
@@ -240,27 +241,63 @@ Secured = Callable[[httpcore.NetworkStream, float | None], httpcore.NetworkStrea
 
 
 class _DeadlineStream(httpcore.NetworkStream):
-    """secured: called with what start_tls() makes of it, and the deadline of that."""
+    """A socket's stream, which another thread may close while this one waits in it.
+
+    secured: called with what start_tls() makes of it, and the deadline of that.
+    """
 
     def __init__(self, stream: httpcore.NetworkStream, *, secured: Secured) -> None:
         self._stream = stream
         self._secured = secured
+        self._lock = threading.Lock()
+        self._num_inside = 0  # threads that read or write
+        self._is_closed = False
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._stream.read(max_bytes, _seconds_left(timeout, httpcore.ReadTimeout))
+        with self._inside(httpcore.ReadError):
+            return self._stream.read(max_bytes, _seconds_left(timeout, httpcore.ReadTimeout))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         view = memoryview(buffer)
         for begin in range(0, len(view), WRITE_BYTES):
             seconds = _seconds_left(timeout, httpcore.WriteTimeout)
             chunk = view[begin : begin + WRITE_BYTES]
-            self._stream.write(chunk, seconds)  # type: ignore[arg-type]  # sockets take views too
+            with self._inside(httpcore.WriteError):
+                self._stream.write(chunk, seconds)  # type: ignore[arg-type]  # sockets take views
 
     def close(self) -> None:
-        # Closing alone does not wake a thread that waits for bytes of this socket.
+        """Wake who waits in the stream, and free its descriptor as soon as nobody does.
+
+        poll(2) looks a descriptor up again by its number when it wakes. Freed before that, the
+        number may be another socket's, and the thread would wait there until its deadline.
+        """
+        with self._lock:
+            self._is_closed = True
+            is_free = not self._num_inside
+        # Closing alone would not wake a thread that waits for bytes of this socket.
         with contextlib.suppress(OSError):
             self._stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-        self._stream.close()
+        if is_free:
+            self._stream.close()
+
+    @contextlib.contextmanager
+    def _inside(self, closed: type[httpcore.NetworkError]) -> Iterator[None]:
+        """Keep the descriptor while a thread uses it; the last one frees that of a closed stream.
+
+        Raises closed where the stream has been closed before.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise closed("the connection was closed")
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_inside -= 1
+                is_last = self._is_closed and not self._num_inside
+            if is_last:
+                self._stream.close()
 
     def start_tls(
         self,

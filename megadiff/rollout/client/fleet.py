@@ -249,16 +249,23 @@ class Fleet(AbstractContextManager["Fleet"]):
 
     def lose_hung(self, hung: Mapping[str, Loss]) -> None:
         """Lose those of the called ones that hang: address → the reason."""
-        for client in self.called:
+        for client in self._calling:
             if client.url in hung:
                 self.lose(client, hung[client.url])
+            if client.url in self.lost:
+                # Again: a call may have opened a connection after the others were closed.
+                client.close()
 
     @property
     def called(self) -> list[ReplicaClient]:
         """Return the replicas that are in a call, whether they draw or take weights."""
+        return [client for client in self._calling if client.url not in self.lost]
+
+    @property
+    def _calling(self) -> list[ReplicaClient]:
+        """Return the replicas that are in a call, lost ones as well."""
         with self._calling_lock:
-            clients = list(self._num_calling)
-        return [client for client in clients if client.url not in self.lost]
+            return list(self._num_calling)
 
     def _watched(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T:
         """Return call(client), and have the replica watched meanwhile."""

@@ -1,7 +1,11 @@
 """Answers that are too slow or too large end in time, whatever is slow or large about them."""
 
+import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import httpcore
 import pytest
 
 from megadiff.process.bounded_http import (
@@ -9,6 +13,7 @@ from megadiff.process.bounded_http import (
     AnswerTooLate,
     BoundedHttp,
     NoAnswer,
+    _DeadlineStream,
 )
 from tests.unit.process.strangers import Stranger, drip, drip_headers, flood, reply
 
@@ -79,3 +84,55 @@ def test_a_broken_connection():
     with Stranger(hang_up) as stranger:
         with pytest.raises(NoAnswer):
             ask(stranger.url)
+
+
+class SlowToWake(httpcore.NetworkStream):
+    """A stream whose reader sees only on wake_up() that its socket was shut down."""
+
+    def __init__(self):
+        self.deeds = []
+        self.is_reading = threading.Event()
+        self.wake_up = threading.Event()
+        self.socket, self._other = socket.socketpair()
+
+    def read(self, max_bytes, timeout=None):
+        self.is_reading.set()
+        assert self.wake_up.wait(20)
+        self.deeds.append("read ends")
+        return b""
+
+    def write(self, buffer, timeout=None):
+        self.deeds.append("write")
+
+    def close(self):
+        self.deeds.append("descriptor is free")
+        self.socket.close()
+        self._other.close()
+
+    def get_extra_info(self, info):
+        return self.socket
+
+
+def test_a_descriptor_stays_as_long_as_a_thread_waits_in_it():
+    """Its number could be another socket's, and the thread would wait there till its deadline."""
+    inner = SlowToWake()
+    stream = _DeadlineStream(inner, secured=lambda stream, _: stream)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(stream.read, 100, time.monotonic() + 20)
+        assert inner.is_reading.wait(20)
+        stream.close()
+        assert not inner.deeds
+        inner.wake_up.set()
+        assert reading.result() == b""
+    assert inner.deeds == ["read ends", "descriptor is free"]
+
+
+def test_a_closed_stream_is_not_used_again():
+    inner = SlowToWake()
+    stream = _DeadlineStream(inner, secured=lambda stream, _: stream)
+    stream.close()
+    with pytest.raises(httpcore.WriteError, match="closed"):
+        stream.write(b"x", time.monotonic() + 20)
+    with pytest.raises(httpcore.ReadError, match="closed"):
+        stream.read(100, time.monotonic() + 20)
+    assert inner.deeds == ["descriptor is free"]

@@ -173,6 +173,25 @@ def test_one_that_hangs_or_is_late_in_a_push_is_lost_too(is_late) -> None:
         assert set(fleet.lost) == {"http://a"}
 
 
+def test_a_connection_that_opened_while_the_others_were_closed_is_closed_too() -> None:
+    """Else the call would wait in it for rollout.request_timeout_s."""
+    replica = FakeReplica("a")
+    replica.is_silent = True
+    num_closed = []
+
+    def close() -> None:
+        num_closed.append(1)
+        if len(num_closed) > 1:
+            replica.closed.set()
+
+    replica.close = close  # type: ignore[method-assign]
+    with fleet_of(replica, heartbeat_s=0.5) as fleet:
+        began_s = time.monotonic()
+        with pytest.raises(ReplicaDied, match="the connection was closed"):
+            fleet.call(replica, FakeReplica.trim)
+        assert time.monotonic() - began_s < 10
+
+
 @pytest.mark.parametrize("has_served", [True, False])
 def test_one_that_fails_in_a_push_is_lost_where_it_has_taken_one_before(has_served) -> None:
     """Another process in its place can take this one. A first push may fit nobody: no retry."""
