@@ -21,9 +21,11 @@ Values = Sequence[float | None]
 Drawing = dict[str, Any]  # what a template draws
 Points = Sequence[tuple[float, float | None]]
 
-MAX_POINTS = 600  # of a curve; beyond, neighbouring steps share a point
+MAX_POINTS = 400  # of a curve; beyond, neighbouring steps share a point
 MIN_SMOOTHED = 20  # points; a trend through fewer would say more than they do
 LOG_RANGE = 1e3  # a positive curve that spans more than this is drawn on a log axis
+SEPARATOR = "|"
+MAX_DIGITS = 9  # of a tick
 VIEW = 1000  # the SVG's own units, both ways
 # Classes part0 … part4 of the series of a bar chart. The first is the accent's colour: it goes to
 # the last series, which is what a reader looks for.
@@ -114,6 +116,16 @@ class Axis:
         """Return the fraction of every value; None stays None."""
         return [None if value is None else self.place(value) for value in values]
 
+    def tick_texts(self) -> list[tuple[float, str]]:
+        """Return each tick with its text, in as many digits as tell the ticks apart."""
+        values = self.ticks()
+        texts = [pretty_number(value) for value in values]
+        for digits in range(4, MAX_DIGITS):
+            if len(set(texts)) == len(texts):
+                break
+            texts = [f"{value:.{digits}g}".replace("-", "−") for value in values]
+        return list(zip(values, texts))
+
     def ticks(self, *, count: int = 4) -> list[float]:
         """Return round values on the axis: powers of ten on a log axis."""
         if not self.is_log:
@@ -153,7 +165,7 @@ def step_axis(steps: Sequence[int], *, margin: float = 0.0) -> Axis:
 
 def _point(x: float, y: float) -> str:
     # SVG counts y from the top.
-    return f"{x * VIEW:.1f} {(1 - y) * VIEW:.1f}"
+    return f"{x * VIEW:.0f} {(1 - y) * VIEW:.0f}"
 
 
 def _stretches(points: Iterable[tuple[float | None, ...]]) -> Iterator[list[tuple[Any, ...]]]:
@@ -200,9 +212,10 @@ def running_mean(values: Values, *, window: int) -> list[float | None]:
 
 
 def _crosshair(x_axis: Axis, steps: Sequence[int], series: list) -> Drawing:
-    """Return what report.js reads. series: [name, one text per step]."""
-    xs = [round(x_axis.place(step), 5) for step in steps]
-    return {"steps": steps, "x": xs, "series": series}
+    """Return what report.js reads. series: (name, a text per step)."""
+    # One string for all texts of a series: in an attribute each quotation mark takes five bytes.
+    joined = [[name, SEPARATOR.join(texts)] for name, texts in series]
+    return {"steps": steps, "ends": [x_axis.low, x_axis.high], "series": joined}
 
 
 def line_chart(

@@ -69,7 +69,7 @@ def write_evaluation_page(
         # So that no line breaks between a number and its percent sign.
         headline=headline(evaluation, comparison).replace(" %", "\N{NO-BREAK SPACE}%"),
         tiles=_tiles(evaluation),
-        findings=(),
+        answers=(),
         sections=sections,
     )
 

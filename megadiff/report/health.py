@@ -7,8 +7,6 @@ from typing import Any
 
 from megadiff.algorithms import ALGORITHMS
 from megadiff.config.algorithm import AlgorithmConfig
-from megadiff.observe.evaluation import Comparison
-from megadiff.observe.hacking import signs
 from megadiff.observe.metrics import (
     STAGES,
     Rows,
@@ -37,19 +35,8 @@ SYNC_SHARE = 0.3  # of a step
 UNTIMED_SHARE = 0.25  # of a step
 
 
-def findings(rows: Rows, config: Mapping[str, Any], heldout: Comparison | None = None) -> list[str]:
-    """Return sentences on what deserves a look, the gravest first. Missing metrics are no finding.
-
-    heldout: the last evaluation against the first one.
-    """
-    hacking = signs(rows, config, heldout)
-    # Remedies of the signs are much the same: once is enough.
-    texts = [sign.claim if number else sign.sentence for number, sign in enumerate(hacking)]
-    return [*_untrusted(rows, config), *texts, *_unsound(rows), *_slow(rows)]
-
-
-def _untrusted(rows: Rows, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the findings with which no other number can be trusted."""
+def untrusted_sentences(rows: Rows, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the findings with which no other number can be trusted. No metric is no finding."""
     # Rows hold None where a number was not finite; a metric that was not logged is not in them.
     bad = sorted({key for row in rows for key, value in row.items() if value is None})
     if bad:
@@ -73,8 +60,8 @@ def _untrusted(rows: Rows, config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _unsound(rows: Rows) -> Iterator[str]:
-    """Yield what is wrong with the updates."""
+def unsound_sentences(rows: Rows) -> Iterator[str]:
+    """Yield what is wrong with the updates, then what takes too much of a step."""
     recent = rows[-RECENT_STEPS:]
     for key, (limit, sentence) in LIMITS.items():
         # Medians, here and below: a single odd step is no finding.
@@ -89,6 +76,7 @@ def _unsound(rows: Rows) -> Iterator[str]:
             f"The gradient norm jumped to {pretty_number(highest)}; its median is "
             f"{pretty_number(usual)}."
         )
+    yield from _slow(rows)
 
 
 def _slow(rows: Rows) -> Iterator[str]:

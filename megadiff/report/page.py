@@ -68,7 +68,7 @@ def write_page(path: Path, **parts: Any) -> Path:
     """Write a page aside and rename it, so that a reader never sees half of one; return its path.
 
     parts: kind (report or evaluation), name, state and headline, texts; tiles: Tile each;
-    findings: sentences; sections: Section each. One that is left out is an error.
+    answers: PageAnswer each; sections: Section each. One that is left out is an error.
     """
     write_whole(path, ENVIRONMENT.get_template("page.html").render(parts))
     return path

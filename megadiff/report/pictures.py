@@ -20,12 +20,16 @@ from megadiff.report.charts import Drawing
 
 logger = logging.getLogger(__name__)
 
-PICTURE_BYTES = 7_000_000  # of all files of a page together; base64 makes a third more of it
-# Longest side of a picture in pixels: the first that keeps within PICTURE_BYTES, else the last.
-SIDES = (320, 256, 192, 128, 96)
+# Of a section's pictures together; base64 makes a third more of it. Three such sections and the
+# charts of 1,000 steps are a page of less than a megabyte.
+SECTION_BYTES = 150_000
+# Longest side of a picture in pixels: the first that keeps within its bytes, else the last.
+SIDES = (320, 256, 192, 160, 128, 96)
+QUALITY = 80  # of WebP, out of 100
 PIXELATED_BELOW = 96  # a picture smaller than this is enlarged in whole pixels, not blurred
 MAX_PROMPTS = 8  # with a strip of samples
 MAX_COLUMNS = 10  # of a strip
+MAX_STEPS = 5  # with a strip of their own, where no prompt came twice
 
 # A video is read each time it is made smaller, so only its size is kept.
 Original = Image.Image | tuple[int, int]
@@ -41,7 +45,7 @@ class Picture:
 
     @property
     def url(self) -> str:
-        mime = "video/mp4" if self.is_video else "image/png"
+        mime = "video/mp4" if self.is_video else "image/webp"
         return f"data:{mime};base64,{base64.b64encode(self.data).decode('ascii')}"
 
     @property
@@ -57,16 +61,17 @@ def load_pictures(paths: Sequence[Path]) -> dict[Path, Picture]:
         if original is not None:
             originals[path] = original
 
-    for side in SIDES[:-1]:
-        pictures = _shrink_all(originals, side, budget=PICTURE_BYTES)
+    # Small pictures without loss first.
+    for side, is_lossless in [(SIDES[0], True), *((side, False) for side in SIDES[:-1])]:
+        pictures = _shrink_all(originals, side, budget=SECTION_BYTES, is_lossless=is_lossless)
         if pictures is not None:
             return pictures
     # The smallest side has no limit: a large page is better than none.
-    return _shrink_all(originals, SIDES[-1], budget=math.inf) or {}
+    return _shrink_all(originals, SIDES[-1], budget=math.inf, is_lossless=False) or {}
 
 
 def _shrink_all(
-    originals: Mapping[Path, Original], side: int, *, budget: float
+    originals: Mapping[Path, Original], side: int, *, budget: float, is_lossless: bool
 ) -> dict[Path, Picture] | None:
     """Return pictures with sides ≤ `side`; None as soon as they take more bytes than the budget."""
     pictures = {}
@@ -74,7 +79,9 @@ def _shrink_all(
     for path, original in originals.items():
         if isinstance(original, Image.Image):
             size = original.size
-            data: bytes | None = _png(original, side)
+            # Where single pixels are seen, none should be wrong.
+            is_exact = is_lossless and max(size) < PIXELATED_BELOW
+            data: bytes | None = _webp(original, side, is_lossless=is_exact)
         else:
             size = original
             # Encoding again costs quality, so a small one goes in as it is.
@@ -100,12 +107,12 @@ def _read_image(path: Path) -> Image.Image | None:
         return None
 
 
-def _png(image: Image.Image, side: int) -> bytes:
+def _webp(image: Image.Image, side: int, *, is_lossless: bool) -> bytes:
     # thumbnail() works in place, and the original may be needed again for a smaller side.
     small = image.copy()
     small.thumbnail((side, side), Image.Resampling.LANCZOS)
     out = io.BytesIO()
-    small.save(out, "PNG", optimize=True)
+    small.save(out, "WEBP", quality=QUALITY, lossless=is_lossless)
     return out.getvalue()
 
 
@@ -147,16 +154,45 @@ def pick_rows(samples: Sequence[SavedSample]) -> list[list[SavedSample | None]]:
     return [list(map(by_step.get, sorted(columns))) for by_step in prompts]
 
 
+def step_rows(samples: Sequence[SavedSample]) -> list[list[SavedSample]]:
+    """Return a row a saved step, evenly spaced, with the first sample of each of its prompts."""
+    by_step: dict[int, dict[str, SavedSample]] = defaultdict(dict)
+    for sample in sorted(samples, key=lambda sample: sample.sample_index):
+        by_step[sample.step].setdefault(sample.prompt_id, sample)
+    steps = evenly_spaced(sorted(by_step), MAX_STEPS)
+    return [list(by_step[step].values())[:MAX_PROMPTS] for step in steps]
+
+
+def comes_again(rows: Sequence[Sequence[SavedSample | None]]) -> bool:
+    """Return True where a row of pick_rows() shows its prompt at two steps or more."""
+    return any(sum(sample is not None for sample in row) > 1 for row in rows)
+
+
 def strips(samples: Sequence[SavedSample]) -> list[Drawing]:
-    """Return a strip per prompt: its caption, and a look or None per step; [] without a picture."""
-    rows = pick_rows(samples)
+    """Return a strip per prompt: its caption, and a look or None per step; [] without a picture.
+
+    Where no prompt came twice, a strip per step: its prompts beside each other.
+    """
+    rows: Sequence[Sequence[SavedSample | None]] = pick_rows(samples)
+    is_by_prompt = comes_again(rows)
+    if not is_by_prompt:
+        rows = step_rows(samples)
     pictures = load_pictures([sample.path for row in rows for sample in row if sample])
-    rows_of_looks = []
-    for row in rows:
-        looks = [look(sample, pictures) if sample else None for sample in row]
-        caption = next(sample.caption for sample in row if sample)
-        rows_of_looks.append({"caption": caption, "looks": looks})
-    return rows_of_looks if pictures else []
+    drawn = [_strip(row, pictures, is_by_prompt=is_by_prompt) for row in rows]
+    return drawn if pictures else []
+
+
+def _strip(
+    row: Sequence[SavedSample | None], pictures: Mapping[Path, Picture], *, is_by_prompt: bool
+) -> Drawing:
+    looks: list[Drawing | None] = []
+    for sample in row:
+        drawing = look(sample, pictures) if sample else None
+        if drawing is not None and sample is not None and not is_by_prompt:
+            drawing |= {"label": sample.caption}
+        looks.append(drawing)
+    first = next(sample for sample in row if sample)
+    return {"caption": first.caption if is_by_prompt else f"step {first.step}", "looks": looks}
 
 
 def look(sample: SavedSample, pictures: Mapping[Path, Picture]) -> Drawing | None:

@@ -6,8 +6,7 @@ What is missing (metrics, samples, config) is left out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,8 +14,6 @@ from typing import Any
 import yaml
 
 from megadiff.observe.evaluation import Comparison, Evaluation
-from megadiff.observe.events import Event, read_events
-from megadiff.observe.heldout import compare, read_evaluations
 from megadiff.observe.metrics import (
     LOSS,
     STAGES,
@@ -24,115 +21,43 @@ from megadiff.observe.metrics import (
     Rows,
     Verdict,
     column,
-    config_number,
     finite,
     format_seconds,
     median,
     metric_keys,
     pretty_number,
-    read_rows,
     stage_key,
     step_of,
     step_seconds,
     verdict,
 )
-from megadiff.observe.samples import SavedSample, read_samples
-from megadiff.observe.trackers import METRICS_NAME
+from megadiff.report.answers import answers
 from megadiff.report.charts import Drawing, buckets, curve, line_chart, stacked_chart
 from megadiff.report.evaluation_page import (
-    Evaluations,
     leading_reward,
     reward_sentence,
     task_chart,
     wall,
 )
+from megadiff.report.evaluation_strips import evaluation_strips
 from megadiff.report.evaluation_table import RewardFormat, reward_format
 from megadiff.report.events_section import events_parts
-from megadiff.report.health import findings
 from megadiff.report.page import TEMPLATES, Section, Tile, change_sentence, write_page
-from megadiff.report.pictures import strips
+from megadiff.report.pictures import comes_again, pick_rows, strips
 from megadiff.report.rewards_section import rewards_parts
+from megadiff.report.run_record import CONFIG_NAME, RunRecord, read_run
 
 logger = logging.getLogger(__name__)
 
 REPORT_NAME = "report.html"
-CONFIG_NAME = "config.yaml"
 MAX_TIME_BARS = 80  # on a wide screen a bar is then still a few pixels wide
 MAX_HELDOUT_REWARDS = 4  # with bars of their own
 
 HELD_OUT = "Held-out evaluation"
 TIME = "Where the time goes"
+OVER_TIME = "Samples over time"
 TEXTS = yaml.safe_load((TEMPLATES / "texts.yaml").read_text("utf-8"))
 UNTIMED = "other"  # seconds of a step beyond its stages
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """Contents of a run's folder.
-
-    evaluations: the first and the last one; heldout: the last against the first. events: by time.
-    config_text: config.yaml as it is, "" without one; config: its sections, {} when unreadable.
-    """
-
-    folder: Path
-    rows: Rows
-    samples: Sequence[SavedSample]
-    evaluations: Evaluations
-    heldout: Comparison | None
-    events: Sequence[Event]
-    config_text: str
-    config: Mapping[str, Any]
-
-    @property
-    def last_step(self) -> int:
-        """Return how many steps are finished; 0 is an evaluation before the first one."""
-        return step_of(self.rows[-1]) if self.rows else 0
-
-    @property
-    def num_steps(self) -> int | None:
-        """Return how many steps were asked for."""
-        number = config_number(self.config, "train", "num_steps")
-        return None if number is None else int(number)
-
-
-def read_run(folder: Path) -> RunRecord:
-    """Read a run. Raises ValueError when the folder holds neither metrics nor a config."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give a run's folder, e.g. runs/<name>")
-
-    config_path = folder / CONFIG_NAME
-    metrics_path = folder / METRICS_NAME
-    if not config_path.exists() and not metrics_path.exists():
-        raise ValueError(
-            f"{folder} is no run: it has neither {CONFIG_NAME} nor {METRICS_NAME}; give runs/<name>"
-        )
-
-    # Damaged characters are shown as such: a report of a torn run is worth more than none.
-    config_text = config_path.read_text("utf-8", errors="replace") if config_path.exists() else ""
-    evaluations = read_evaluations(folder)
-    return RunRecord(
-        # The page shows the folder's name, which '.' has not.
-        folder=folder.resolve(),
-        rows=read_rows(metrics_path),
-        samples=read_samples(folder),
-        evaluations=evaluations,
-        heldout=compare(evaluations),
-        events=read_events(folder),
-        config_text=config_text,
-        config=_parse_config(config_text),
-    )
-
-
-def _parse_config(text: str) -> dict[str, Any]:
-    """Return the config's sections; {} for no yaml, which is shown but not read."""
-    try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        logger.warning("%s cannot be read: %s", CONFIG_NAME, error)
-        return {}
-    if not isinstance(config, dict):
-        return {}
-    return {key: value for key, value in config.items() if isinstance(value, dict)}
 
 
 def section_keys(keys: Sequence[str]) -> dict[str, list[str]]:
@@ -291,6 +216,18 @@ def _heldout_parts(run: RunRecord) -> dict[str, Any]:
     }
 
 
+def _over_time_parts(run: RunRecord) -> dict[str, Any]:
+    """Return held-out samples over all evaluations; with fewer than three, those of training."""
+    held_out = evaluation_strips(run.folder)
+    if held_out:
+        lead = "One row a held-out prompt, from the same noise at each evaluation, with its reward."
+        return {"lead": lead, "strips": held_out}
+    lead = TEXTS["sections"][OVER_TIME]["lead"]
+    if run.samples and not comes_again(pick_rows(run.samples)):
+        lead = "No prompt came twice: one row a saved step, with the first sample of its prompts."
+    return {"lead": lead, "strips": strips(run.samples)}
+
+
 def stage_seconds(row: Row) -> dict[str, float]:
     """Return a step's seconds in each stage, 0 for a missing one, and in none of them.
 
@@ -352,7 +289,7 @@ def _state(run: RunRecord) -> str:
         return ""
     if not run.last_step:
         return "not started"
-    return "finished" if run.last_step >= run.num_steps else "stopped early or still going"
+    return "finished" if run.is_finished else "stopped early or still going"
 
 
 def write_report(run_folder: Path) -> Path:
@@ -364,7 +301,7 @@ def write_report(run_folder: Path) -> Path:
     parts = {
         "Rewards": rewards_parts(run.rows, run.config, run.samples),
         HELD_OUT: _heldout_parts(run),
-        "The same prompt over time": {"strips": strips(run.samples)},
+        OVER_TIME: _over_time_parts(run),
         TIME: {"charts": (), "time": stage_times(run.rows)},
         "What happened": events_parts(run.events),
         "Config": {
@@ -391,7 +328,7 @@ def write_report(run_folder: Path) -> Path:
         state=_state(run),
         headline=headline(run, ends),
         tiles=_tiles(run, ends),
-        findings=findings(run.rows, run.config, run.heldout),
+        answers=answers(run, ends),
         sections=sections,
     )
     logger.info("report %s, %.1f MB", path, path.stat().st_size / 1e6)

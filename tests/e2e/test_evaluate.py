@@ -133,5 +133,5 @@ def test_the_command_finds_what_the_run_found(trained, tiny_model, tmp_path):
     assert difference["mean"] == pytest.approx(gain) and difference["won"] + difference["lost"] > 0
     assert set(difference["by_task"]) == {"wall", "sea"}
     page = (tmp_path / "page.html").read_text("utf-8")
-    assert page.count("data:image/png;base64,") == 20 and 'src="http' not in page
+    assert page.count("data:image/webp;base64,") == 20 and 'src="http' not in page
     assert printed["record"] == str(tmp_path / "evaluation.json")

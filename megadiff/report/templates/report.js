@@ -2,7 +2,9 @@
 "use strict";
 
 const charts = [...document.querySelectorAll(".chart")].map((figure) => {
-  const { steps, x, series } = JSON.parse(figure.dataset.chart);
+  const { steps, ends, series: joined } = JSON.parse(figure.dataset.chart);
+  const x = steps.map((step) => (step - ends[0]) / (ends[1] - ends[0]));
+  const series = joined.map(([name, texts]) => [name, texts.split("|")]);
   const area = figure.querySelector(".area");
   const now = figure.querySelector(".now");
   const line = area.appendChild(Object.assign(document.createElement("i"), { className: "crosshair" }));
@@ -40,19 +42,37 @@ function hide(chart) {
   if (chart.now) chart.now.textContent = chart.latest;
 }
 
+function point(chart, step) {
+  for (const other of charts) {
+    // A chart that does not reach this step (evaluations are sparse) shows nothing rather than another step.
+    const first = other.steps[0], last = other.steps[other.steps.length - 1];
+    if (other === chart || (first <= step && step <= last)) show(other, nearest(other.steps, step), other === chart);
+    else hide(other);
+  }
+}
+
 for (const chart of charts) {
   if (!chart.steps.length) continue;
+  const last = chart.steps.length - 1;
+  let index = last;
   chart.area.addEventListener("pointermove", (event) => {
     const box = chart.area.getBoundingClientRect();
-    const step = chart.steps[nearest(chart.x, (event.clientX - box.left) / box.width)];
-    for (const other of charts) {
-      // A chart that does not reach this step (evaluations are sparse) shows nothing rather than another step.
-      const first = other.steps[0], last = other.steps[other.steps.length - 1];
-      if (other === chart || (first <= step && step <= last)) show(other, nearest(other.steps, step), other === chart);
-      else hide(other);
-    }
+    index = nearest(chart.x, (event.clientX - box.left) / box.width);
+    point(chart, chart.steps[index]);
   });
   chart.area.addEventListener("pointerleave", () => charts.forEach(hide));
+
+  // The same by keyboard: Tab to a chart, then the arrow keys.
+  chart.area.tabIndex = 0;
+  chart.area.addEventListener("keydown", (event) => {
+    const moves = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: last };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    index = Math.min(last, Math.max(0, moves[event.key]));
+    point(chart, chart.steps[index]);
+  });
+  chart.area.addEventListener("focus", () => point(chart, chart.steps[index]));
+  chart.area.addEventListener("blur", () => charts.forEach(hide));
 }
 
 const zoom = document.getElementById("zoom");

@@ -174,7 +174,7 @@ def test_large_videos_become_small_ones_in_a_page(tmp_path, monkeypatch):
     )
     path.write_bytes(min(path.parent.glob("*.mp4")).read_bytes())
     whole = load_pictures([path])[path]
-    monkeypatch.setattr(pictures, "PICTURE_BYTES", len(whole.data) // 2)
+    monkeypatch.setattr(pictures, "SECTION_BYTES", len(whole.data) // 2)
     small = load_pictures([path])[path]
     assert small.size == whole.size == (400, 400) and len(small.data) <= len(whole.data) // 2
     (tmp_path / "small.mp4").write_bytes(small.data)

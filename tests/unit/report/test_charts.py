@@ -55,12 +55,9 @@ def test_axes_fit_their_values():
 
 def test_paths_break_at_missing_values_and_lone_points_are_dots():
     points = [(0.0, 0.0), (0.25, 1.0), (0.5, None), (0.75, 0.5), (1.0, None)]
-    assert line_path(points) == "M0.0 1000.0L250.0 0.0M750.0 500.0"
-    assert dots_path(points) == "M750.0 500.0h0"
-    assert (
-        band_path([0, 0.5, 1], [0, 0, None], [1, 1, None])
-        == "M0.0 0.0L500.0 0.0L500.0 1000.0L0.0 1000.0Z"
-    )
+    assert line_path(points) == "M0 1000L250 0M750 500"
+    assert dots_path(points) == "M750 500h0"
+    assert band_path([0, 0.5, 1], [0, 0, None], [1, 1, None]) == "M0 0L500 0L500 1000L0 1000Z"
 
 
 def test_a_long_run_keeps_its_extremes_as_a_band():
@@ -88,7 +85,7 @@ def test_a_chart_carries_its_values_and_escapes_its_words():
     rows = [{"step": 1, "a/x": 0.5}, {"step": 4, "a/x": None}, {"step": 7, "a/x": 2.0}]
     html = drawn("line_chart", curve(rows, "a/x"), title='<b>"&', key="a/x")
     data = json.loads(unescape(re.search(r'data-chart="([^"]*)"', html)[1]))
-    assert data == {"steps": [1, 4, 7], "x": [0, 0.5, 1], "series": [['<b>"&', ["0.5", "–", "2"]]]}
+    assert data == {"steps": [1, 4, 7], "ends": [1, 7], "series": [['<b>"&', "0.5|–|2"]]}
     assert "<b>" not in html and "1 not finite" in html
 
 
@@ -148,3 +145,15 @@ def test_a_bar_below_zero_goes_left_from_zero():
 def test_more_series_than_can_be_told_apart_are_refused():
     with pytest.raises(ValueError, match="6 series in one bar chart, at most 5"):
         charts.bar_chart({}, series=list("abcdef"), title="t", key="k")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [
+        (0.0, 1.0, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (1.157, 1.163, ["1.158", "1.16", "1.162"]),
+        (-1e-8 - 3e-12, -1e-8 + 3e-12, ["−1.0002e−08", "−1e−08", "−9.998e−09"]),
+    ],
+)
+def test_the_ticks_of_an_axis_can_be_told_apart(low, high, texts):
+    assert [text for _, text in charts.Axis(low=low, high=high).tick_texts()] == texts

@@ -19,7 +19,7 @@ def test_the_page_needs_nothing_but_itself_and_shows_every_task(tmp_path):
     assert not re.search(r'(src|href)="(?!data:)', page)
     for task in TASKS:
         assert page.count(f'<span class="name">{task}</span>') == 2  # once a reward
-    assert len(re.findall(r"data:image/png;base64,", page)) == 28
+    assert len(re.findall(r"data:image/webp;base64,", page)) == 28
     assert "<b>circle</b>" not in page and "a red &lt;b&gt;circle&lt;/b&gt; &amp; single 0" in page
     assert re.search(r"<h1>shapes_strict: \d\d\.\d\s%\.</h1>", page)
     assert page.count("✓") + page.count("✗") == 28
@@ -35,7 +35,7 @@ def test_a_comparison_shows_both_on_the_same_noise(tmp_path):
     page = write_evaluation_page(
         tmp_path, comparison.evaluation, comparison, baseline_folder=tmp_path / "baseline"
     ).read_text("utf-8")
-    assert len(re.findall(r"data:image/png;base64,", page)) == 56
+    assert len(re.findall(r"data:image/webp;base64,", page)) == 56
     pairs = re.findall(r'<div class="pair">(.*?)</li>', page, re.S)
     assert len(pairs) == 28 and all(pair.count("<img") == 2 for pair in pairs)
     assert re.search(r"<h1>shapes_strict rose from \d\d\.\d\s% to \d\d\.\d\s%\.</h1>", page)

@@ -11,8 +11,8 @@ from megadiff.observe.samples import SavedSample, save_samples
 from megadiff.observe.trackers import build_trackers
 from megadiff.report import pictures
 from megadiff.report.command import main
-from megadiff.report.health import findings
-from megadiff.report.pictures import evenly_spaced, pick_rows
+from megadiff.report.health import unsound_sentences, untrusted_sentences
+from megadiff.report.pictures import evenly_spaced, pick_rows, step_rows
 from megadiff.report.report import section_keys, stage_seconds, write_report
 
 
@@ -43,7 +43,7 @@ def test_a_whole_run_shows_its_verdict_every_metric_and_every_prompt(tmp_path):
             "time/step_s",
             *(f"time/{s}_s" for s in ("rollout", "reward", "train", "sync")),
         )
-    strips = section_of(page, "The same prompt over time")
+    strips = section_of(page, "Samples over time")
     assert strips.count('<article class="card">') == 4 and strips.count("<img") == 4 * 7
     assert "OPEN&#34; &lt;b&gt;&amp;&lt;/b&gt;" in page and "<b>&</b>" not in page
     assert "num_steps: 60" in page and "finished" in page
@@ -143,7 +143,7 @@ def test_a_damaged_image_leaves_a_gap(tmp_path):
         b"\x89PNG\r\n\x1a\ntorn"
     )
     page = page_of(folder)
-    strips = section_of(page, "The same prompt over time")
+    strips = section_of(page, "Samples over time")
     assert strips.count("<img") == 4 * 2 - 1 and strips.count('class="gap"') == 1
     # The best sample of that step too.
     extremes = section_of(page, "Rewards")
@@ -175,14 +175,22 @@ def test_writing_it_again_replaces_the_page_and_leaves_nothing_else(tmp_path):
 
 
 def test_large_images_are_made_smaller_until_the_page_is_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "PICTURE_BYTES", 200_000)
+    monkeypatch.setattr(pictures, "SECTION_BYTES", 26_000)
     for step in (1, 2):
         save_samples(tmp_path, step=step, samples=samples_of(1, num_steps=50, size=400))
     (tmp_path / "config.yaml").write_text("seed: 0\n")
-    strips = section_of(page_of(tmp_path), "The same prompt over time")
-    images = re.findall(r"data:image/png;base64,([^\"]+)", strips)
-    assert len(images) == 8 and sum(map(len, images)) <= 200_000 * 4 / 3 + 64
+    strips = section_of(page_of(tmp_path), "Samples over time")
+    images = re.findall(r"data:image/webp;base64,([^\"]+)", strips)
+    assert len(images) == 8 and sum(map(len, images)) <= 26_000 * 4 / 3 + 64
     assert Image.open(io.BytesIO(base64.b64decode(images[0]))).size == (96, 96)
+
+
+def test_prompts_that_never_come_again_have_a_row_a_step():
+    samples = [saved(step, f"{name} at {step}") for step in (1, 5, 9) for name in "ab"]
+    rows = step_rows(samples)
+    assert [[sample.prompt_id for sample in row] for row in rows] == [
+        [f"a at {step}", f"b at {step}"] for step in (1, 5, 9)
+    ]
 
 
 def test_rows_are_the_prompts_seen_most_and_columns_their_steps():
@@ -235,6 +243,47 @@ def test_every_metric_has_one_section():
     ]
     assert sections["Where the time goes"] == ["time/step_s"]
     assert sorted(sum(sections.values(), [])) == sorted(keys)
+
+
+def test_a_page_of_a_thousand_steps_is_below_a_megabyte(tmp_path):
+    rows = [metrics_of(step, num_steps=1000) for step in range(1, 1001)]
+    with build_trackers(["jsonl"], tmp_path, {}) as trackers:
+        for step, row in enumerate(rows, 1):
+            trackers.log(step, row)
+    for step in range(100, 1001, 100):
+        save_samples(tmp_path, step=step, samples=samples_of(step, num_steps=1000, size=512))
+    assert len(page_of(tmp_path)) < 1_000_000
+
+
+def texts_of(answer_html):
+    return re.findall(r"<li>(.*?)</li>", answer_html)
+
+
+def answers_of(page):
+    """Return question → (its mark, its sentences)."""
+    parts = re.findall(r'<div class="answer([^"]*)"><h2>(.*?)</h2>(.*?)</div>', page, re.DOTALL)
+    return {question: (mark.strip(), texts_of(html)) for mark, question, html in parts}
+
+
+def test_the_first_screen_answers_three_questions(tmp_path):
+    folder = write_run(tmp_path / "run", steps=60)
+    answers = answers_of(page_of(folder))
+    assert list(answers) == ["Did it work?", "Can I trust it?", "What next?"]
+    mark, (sentence,) = answers["Did it work?"]
+    assert mark == "is-good"
+    assert re.fullmatch(r"Yes: the reward in training went from 0\.\d+ to 0\.\d+\.", sentence)
+    assert answers["Can I trust it?"][0] in ("is-unsure", "is-bad")  # nothing was held out
+
+
+def test_a_run_that_has_not_ended_is_told_how_it_goes_on(tmp_path):
+    folder = write_run(tmp_path / "run", steps=3)
+    (folder / "config.yaml").write_text("train: {num_steps: 9}\n")
+    _, sentences = answers_of(page_of(folder))["What next?"]
+    assert sentences[0].startswith("If it does not run: the same command goes on")
+
+
+def findings(rows, config):
+    return [*untrusted_sentences(rows, config), *unsound_sentences(rows)]
 
 
 @pytest.mark.parametrize(

@@ -160,3 +160,38 @@ def test_a_reward_that_the_first_evaluation_had_not_is_shown_without_a_value(tmp
     pairs = re.findall(r'<div class="pair">(.*?)</li>', page_of(folder), re.S)
     assert len(pairs) == 24 and all("<b>–</b>" in pair for pair in pairs)
     assert all(re.search("</span> (right|wrong)</b>", pair) for pair in pairs)
+
+
+def test_held_out_prompts_are_followed_over_all_evaluations(tmp_path):
+    folder = write_run(tmp_path / "run", steps=40, evaluated=True)
+    over_time = section_of(page_of(folder), "Samples over time")
+    rows = over_time.split('<article class="card">')[1:]
+    assert len(rows) == 8 and "from the same noise at each evaluation" in over_time
+    for row in rows:
+        assert re.findall(r"<p><span>(\d+)</span>", row) == ["0", "10", "20", "30", "40"]
+    captions = [re.search("<h3>(.*?)</h3>", row)[1] for row in rows]
+    assert len(set(captions[: len(TASKS)])) == len(TASKS)  # tasks take turns
+
+    next((evaluation_folder(folder, 20) / "images").iterdir()).unlink()
+    assert section_of(page_of(folder), "Samples over time").count('class="gap"') <= 1
+
+
+def test_two_evaluations_leave_that_to_the_samples_of_training(tmp_path):
+    folder = write_run(tmp_path / "run", steps=10, evaluated=True)
+    assert "held-out" not in section_of(page_of(folder), "Samples over time")
+
+
+@pytest.mark.parametrize(("steps", "mark"), [((0, 60), "is-good"), ((60, 0), "is-bad")])
+def test_a_held_out_change_is_the_answer(tmp_path, steps, mark):
+    folder = write_run(tmp_path / "run", steps=60)
+    for step, weights in zip((0, 60), steps, strict=True):
+        found, images = evaluation_of(weights, num_steps=60, size=8)
+        write_evaluation(evaluation_folder(folder, step), replace(found, step=step), images)
+    page = page_of(folder)
+    gain = "Yes: +29.0" if mark == "is-good" else "No: −29.0"
+    assert f'<div class="answer {mark}"><h2>Did it work?</h2>' in page
+    assert f"{gain} points of shapes_strict, 95 % interval" in page
+    assert "on 100 held-out samples from the same noise." in page
+    assert "Most is left to learn in “" in page
+    is_good = mark == "is-good" and '<div class="answer is-bad">' not in page
+    assert ("Take the model: megadiff convert" in page) == is_good

@@ -1,0 +1,142 @@
+"""PageAnswer a reader's first three questions: did it work, can it be trusted, what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megadiff.observe.evaluation import Comparison
+from megadiff.observe.hacking import MIN_STEPS, signs
+from megadiff.observe.metrics import LOSS, Verdict, column, pretty_number, verdict
+from megadiff.report.evaluation_page import leading_reward
+from megadiff.report.evaluation_table import RewardFormat
+from megadiff.report.health import unsound_sentences, untrusted_sentences
+from megadiff.report.run_record import RunRecord
+
+GRAVE = 3  # a sign's gravity from which samples are looked at before anything else
+EARLY_STEPS = 2 * MIN_STEPS  # below, nothing is said of an exploited reward
+GOOD = "good"
+UNSURE = "unsure"
+BAD = "bad"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageAnswer:
+    """An answer on the page's first screen. mark: good, unsure, bad, or "" where none is due."""
+
+    question: str
+    mark: str = ""
+    sentences: Sequence[str]
+
+
+def answers(run: RunRecord, ends: Verdict | None) -> list[PageAnswer]:
+    """Return the answers to all three questions; [] before a step is finished.
+
+    ends: of the reward, or of the loss for a run without one.
+    """
+    if not run.last_step or ends is None:
+        return []
+    work = _did_it_work(run, ends)
+    has_reward = ends.key != LOSS
+    trust = _can_it_be_trusted(run, has_reward=has_reward)
+    is_good = work.mark == GOOD and trust.mark != BAD
+    return [work, trust, _what_next(run, is_good=is_good, has_reward=has_reward)]
+
+
+def _did_it_work(run: RunRecord, ends: Verdict) -> PageAnswer:
+    if run.heldout is not None:
+        mark, sentence = _heldout_change(run.heldout)
+    else:
+        mark, sentence = _change_in_training(ends)
+    return PageAnswer(question="Did it work?", mark=mark, sentences=[sentence])
+
+
+def _change_in_training(ends: Verdict) -> tuple[str, str]:
+    """Return the mark and the sentence for what a run without evaluations shows."""
+    what = "loss" if ends.key == LOSS else "reward"
+    change = f"the {what} in training went from {pretty_number(ends.first)} to "
+    change += pretty_number(ends.last)
+    if not ends.is_clear:
+        return UNSURE, f"Not that it shows: {change}, within the noise."
+    is_better = (ends.gain > 0) != (ends.key == LOSS)
+    return (GOOD, f"Yes: {change}.") if is_better else (BAD, f"No: {change}.")
+
+
+def _heldout_change(heldout: Comparison) -> tuple[str, str]:
+    """Return the mark and the sentence for what training did to held-out samples."""
+    reward = leading_reward(heldout.evaluation)
+    if reward not in heldout.reward_names:
+        return UNSURE, "Held-out samples were scored by other rewards before and after."
+    gain = heldout.difference(reward)
+    form = RewardFormat(heldout.evaluation.is_share(reward))
+    unit = " points" if form.is_share else ""
+    amount = f"{form.gain(gain.mean)}{unit}".replace("-", "−")
+    interval = form.interval(gain).replace("-", "−")
+    num_samples = len(heldout.evaluation.samples)
+    sentence = (
+        f"{amount} of {reward}, 95 % interval {interval}, on {num_samples} held-out samples from "
+        "the same noise."
+    )
+    if not gain.is_clear:
+        return UNSURE, f"Not that it shows: {sentence}"
+    return (GOOD, f"Yes: {sentence}") if gain.mean > 0 else (BAD, f"No: {sentence}")
+
+
+def _can_it_be_trusted(run: RunRecord, *, has_reward: bool) -> PageAnswer:
+    question = "Can I trust it?"
+    untrusted = list(untrusted_sentences(run.rows, run.config))
+    hacking = signs(run.rows, run.config, run.heldout)
+    # Remedies of the signs are much the same: once is enough.
+    texts = [sign.claim if number else sign.sentence for number, sign in enumerate(hacking)]
+    if untrusted or texts:
+        is_grave = bool(untrusted) or any(sign.gravity >= GRAVE for sign in hacking)
+        mark = BAD if is_grave else UNSURE
+        return PageAnswer(question=question, mark=mark, sentences=[*untrusted, *texts])
+
+    sentences = []
+    gaps = column(run.rows, "parity/log_prob_gap_max")
+    if gaps:
+        gap = pretty_number(max(gaps))
+        sentences.append(f"Trainer and replicas agree: their log-probs differ by {gap} at most.")
+    if not has_reward:
+        return PageAnswer(question=question, sentences=sentences or ["Nothing speaks against it."])
+
+    mark = GOOD
+    if len(run.rows) < EARLY_STEPS:
+        mark = UNSURE
+        sentences.append(f"Signs of an exploited reward need {EARLY_STEPS} steps.")
+    else:
+        sentences.append("No sign of an exploited reward: samples stay as varied as they were.")
+    if run.heldout is None:
+        mark = UNSURE
+        sentences.append("No two evaluations of held-out prompts: set eval.every and eval.prompts.")
+    return PageAnswer(question=question, mark=mark, sentences=sentences)
+
+
+def _what_next(run: RunRecord, *, is_good: bool, has_reward: bool) -> PageAnswer:
+    sentences = list(unsound_sentences(run.rows))
+    if not run.is_finished:
+        sentences.insert(0, "If it does not run: the same command goes on after the last step.")
+    if run.heldout is not None:
+        sentences += _weakest_task(run.heldout)
+    if run.is_finished and has_reward and is_good:
+        late = verdict(run.rows[len(run.rows) // 2 :])
+        if late is not None and late.is_clear and late.gain > 0:
+            sentences.append("The reward still rises: a larger train.num_steps goes on from here.")
+    if run.is_finished and is_good:
+        sentences.append(f"Take the model: megadiff convert {run.folder} OUT")
+    if not sentences:
+        sentences = ["Look at the samples below, then change one thing."]
+    return PageAnswer(question="What next?", sentences=sentences)
+
+
+def _weakest_task(heldout: Comparison) -> Iterator[str]:
+    """Yield which task has most left to learn, where the leading reward is a share."""
+    evaluation = heldout.evaluation
+    reward = leading_reward(evaluation)
+    if len(evaluation.tasks) < 2 or not evaluation.is_share(reward):
+        return
+    means = {task: evaluation.estimate(reward, task).mean for task in evaluation.tasks}
+    task = min(means, key=lambda name: means[name])
+    share = RewardFormat(is_share=True).value(means[task])
+    yield f"Most is left to learn in “{task}”, {share}: more prompts like it."

@@ -1,0 +1,96 @@
+"""Read a run's folder as its pages need it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megadiff.observe.evaluation import Comparison
+from megadiff.observe.events import Event, read_events
+from megadiff.observe.heldout import compare, read_evaluations
+from megadiff.observe.metrics import Rows, config_number, read_rows, step_of
+from megadiff.observe.samples import SavedSample, read_samples
+from megadiff.observe.trackers import METRICS_NAME
+from megadiff.report.evaluation_page import Evaluations
+
+logger = logging.getLogger(__name__)
+
+CONFIG_NAME = "config.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Contents of a run's folder.
+
+    evaluations: the first and the last one; heldout: the last against the first. events: by time.
+    config_text: config.yaml as it is, "" without one; config: its sections, {} when unreadable.
+    """
+
+    folder: Path
+    rows: Rows
+    samples: Sequence[SavedSample]
+    evaluations: Evaluations
+    heldout: Comparison | None
+    events: Sequence[Event]
+    config_text: str
+    config: Mapping[str, Any]
+
+    @property
+    def last_step(self) -> int:
+        """Return how many steps are finished; 0 is an evaluation before the first one."""
+        return step_of(self.rows[-1]) if self.rows else 0
+
+    @property
+    def num_steps(self) -> int | None:
+        """Return how many steps were asked for."""
+        number = config_number(self.config, "train", "num_steps")
+        return None if number is None else int(number)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_steps is not None and self.last_step >= self.num_steps
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run. Raises ValueError when the folder holds neither metrics nor a config."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give a run's folder, e.g. runs/<name>")
+
+    config_path = folder / CONFIG_NAME
+    metrics_path = folder / METRICS_NAME
+    if not config_path.exists() and not metrics_path.exists():
+        raise ValueError(
+            f"{folder} is no run: it has neither {CONFIG_NAME} nor {METRICS_NAME}; give runs/<name>"
+        )
+
+    # Damaged characters are shown as such: a report of a torn run is worth more than none.
+    config_text = config_path.read_text("utf-8", errors="replace") if config_path.exists() else ""
+    evaluations = read_evaluations(folder)
+    return RunRecord(
+        # The page shows the folder's name, which '.' has not.
+        folder=folder.resolve(),
+        rows=read_rows(metrics_path),
+        samples=read_samples(folder),
+        evaluations=evaluations,
+        heldout=compare(evaluations),
+        events=read_events(folder),
+        config_text=config_text,
+        config=_parse_config(config_text),
+    )
+
+
+def _parse_config(text: str) -> dict[str, Any]:
+    """Return the config's sections; {} for no yaml, which is shown but not read."""
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        logger.warning("%s cannot be read: %s", CONFIG_NAME, error)
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    return {key: value for key, value in config.items() if isinstance(value, dict)}
