@@ -23,6 +23,10 @@ COMMANDS = {  # name → (module that has its main(), what it does)
         "say which layouts fit on the GPUs, and which to take: CONFIG.yaml … key=value … "
         "--world-size N",
     ),
+    "doctor": (
+        "megadiff.doctor.command",
+        "look for what would stop a run: [CONFIG.yaml … key=value …] [--model DIR]",
+    ),
     "convert": (
         "megadiff.convert.command",
         "weights between diffusers, checkpoints of any layout, LoRA files: SRC DST --to FORMAT",

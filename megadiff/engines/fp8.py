@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from megadiff.config.schema import Config
-from megadiff.engines.versions import check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.plan import (
     FP8_CAPABILITY,
@@ -32,6 +31,7 @@ from megadiff.parallel.plan import (
     ParallelPlan,
     module_of,
 )
+from megadiff.process.versions import TORCHAO, check_version
 from megadiff.tensors.stored_tensors import listed
 from megadiff.types import Shapes
 
@@ -39,8 +39,6 @@ if TYPE_CHECKING:  # imported where it is used: a run without FP8 needs no torch
     from torchao.float8 import Float8LinearConfig
 
 logger = logging.getLogger(__name__)
-
-TESTED_VERSIONS = ("0.18.0",)
 
 
 def check_torchao(config: Config) -> None:
@@ -51,9 +49,9 @@ def check_torchao(config: Config) -> None:
     if importlib.util.find_spec("torchao") is None:
         raise ValueError(
             f"engine.fp8={fp8} with engine.backend=veomni needs torchao, which is not installed; "
-            f"install torchao=={TESTED_VERSIONS[0]}, or set engine.fp8=none"
+            f"install torchao=={TORCHAO[0]}, or set engine.fp8=none"
         )
-    check_version("torchao", tested=TESTED_VERSIONS)
+    check_version("torchao", tested=TORCHAO)
 
     if config.run.device == "cpu" or not torch.cuda.is_available():
         return  # emulated there

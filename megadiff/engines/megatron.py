@@ -37,18 +37,16 @@ from megadiff.engines.lora import (
 from megadiff.engines.microbatch import Batch, ComponentRows
 from megadiff.engines.optimizer import build_adamw
 from megadiff.engines.sharded import ShardedEngine, Step
-from megadiff.engines.versions import check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu
 from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import Placement, is_lora
+from megadiff.process.versions import MEGATRON_CORE, check_version
 from megadiff.tensors.flat_shards import flat_shards
 from megadiff.tensors.shards import TRAINED, Shard, ShardFolder
 from megadiff.tensors.source_folder import SourceFolder
 from megadiff.types import DTYPES, Tensors
-
-TESTED_VERSIONS = ("0.16.1",)
 
 
 class MegatronEngine(ShardedEngine):
@@ -258,7 +256,7 @@ def _joined(flat_TN: Tensor, placement: Placement) -> Tensor:
 
 def check_installed(config: Config) -> None:
     """Raises ValueError for another megatron-core, or where FP8 cannot work."""
-    check_version("megatron-core", tested=TESTED_VERSIONS)
+    check_version("megatron-core", tested=MEGATRON_CORE)
     if config.engine.fp8 == "none":
         return
     if config.run.device == "cpu" or not torch.cuda.is_available():

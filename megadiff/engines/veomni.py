@@ -38,16 +38,15 @@ from megadiff.engines.lora import (
     open_source,
     read_start,
 )
-from megadiff.engines.megatron import TESTED_VERSIONS as MEGATRON_VERSIONS
 from megadiff.engines.optimizer import build_adamw
 from megadiff.engines.sharded import ShardedEngine
 from megadiff.engines.shared_base import WithheldBase, build_base, shares_base
-from megadiff.engines.versions import check_version
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
 from megadiff.parallel.recompute import recompute_blocks
+from megadiff.process.versions import MEGATRON_CORE, VEOMNI, check_version
 from megadiff.sync.shared_base import SharedBase
 from megadiff.tensors.shards import Shard
 from megadiff.types import DTYPES, Tensors
@@ -57,7 +56,6 @@ if TYPE_CHECKING:  # needs megatron-core
 
 logger = logging.getLogger(__name__)
 
-TESTED_VERSIONS = ("0.1.12",)
 # fused kernels that a diffusion transformer does not use; VeOmni wants a choice for each
 LANGUAGE_MODEL_OPS = (
     "moe",
@@ -199,7 +197,7 @@ class VeOmniEngine(ShardedEngine):
 
 def check_installed(config: Config) -> None:
     """Raises ValueError, before anything is started, for another VeOmni, or a GPU not meant."""
-    check_version("veomni", tested=TESTED_VERSIONS)
+    check_version("veomni", tested=VEOMNI)
     check_torchao(config)
     if config.run.device == "cpu" and torch.cuda.is_available():
         raise ValueError(
@@ -317,7 +315,7 @@ def _veomni_module(folder: Path) -> nn.Module:
 
 def _split_tokens(model: nn.Module, adapter: ModelAdapter, mesh: Mesh, dtype: torch.dtype) -> None:
     """Split tokens over sp, and cast features, which FSDP2 would do only with the timesteps."""
-    check_version("megatron-core", tested=MEGATRON_VERSIONS)  # whose collectives split them
+    check_version("megatron-core", tested=MEGATRON_CORE)  # whose collectives split them
     from megadiff.parallel.tokens import split_tokens
 
     split_tokens(model, adapter.plan, _axes(mesh), adapter.attention)

@@ -13,13 +13,13 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 
+from megadiff.process.versions import VLLM_OMNI
 from megadiff.rollout.server.late_outputs import deliver_late_outputs
 from megadiff.rollout.server.patient_polls import poll_patiently
 from megadiff.rollout.server.raw_results import pass_results_untouched
 from megadiff.rollout.spec import ReplicaSpec
 
 logger = logging.getLogger(__name__)
-TESTED = ("0.26", "0.28")
 WORKER_EXTENSION = "megadiff.rollout.worker.extension.RolloutWorkerExtension"
 KEPT_ROUTES = {  # of vllm-omni's: all others are past the bounds of megadiff.rollout.server.images
     "/v1/images/generations": {"POST"},
@@ -30,16 +30,16 @@ KEPT_ROUTES = {  # of vllm-omni's: all others are past the bounds of megadiff.ro
 def check_versions() -> str:
     """Return vllm-omni's version.
 
-    Raises ValueError when it is absent or none of TESTED, or when vLLM's minor version differs.
+    Raises ValueError when it is absent or none of VLLM_OMNI, or when vLLM's minor version differs.
     """
     try:
         omni = version("vllm-omni")
     except PackageNotFoundError:
         raise ValueError("vllm-omni is not installed; run ./launch/setup.sh") from None
 
-    if _minor(omni) not in TESTED:
+    if _minor(omni) not in VLLM_OMNI:
         raise ValueError(
-            f"vllm-omni {omni} is installed; tested are {' and '.join(TESTED)}; "
+            f"vllm-omni {omni} is installed; tested are {' and '.join(VLLM_OMNI)}; "
             "run ./launch/setup.sh"
         )
     import vllm

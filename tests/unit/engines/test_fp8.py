@@ -150,7 +150,7 @@ def test_the_shipped_models_fit() -> None:
 
 def test_without_torchao_or_with_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     check_torchao(_config("tensorwise"))
-    monkeypatch.setattr("megadiff.engines.fp8.TESTED_VERSIONS", ("0.1.0",))
+    monkeypatch.setattr("megadiff.engines.fp8.TORCHAO", ("0.1.0",))
     with pytest.raises(ValueError, match=r"torchao 0\.18\.\d is none of 0\.1\.0"):
         check_torchao(_config("tensorwise"))
 

@@ -1,0 +1,197 @@
+"""Look for what would stop a run or slow it down: the machine, a model, a config.
+
+    megadiff doctor [CONFIG.yaml … key=value …] [--model DIR] [--json]
+
+Each finding has its fix. Nothing is changed; a file is written into each folder of a run and
+removed. Every probe has a deadline. Exit codes: 0 no error, 1 an error, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from megadiff.config.load import ConfigError, load_config
+from megadiff.config.schema import Config, SyncConfig
+from megadiff.doctor import folders, gpus, machine, nodes, versions
+from megadiff.doctor.finding import Finding, counted, error, ok, refusal, to_lines
+from megadiff.doctor.gpu_facts import GpuFacts
+from megadiff.doctor.probes import within
+
+QUICK_S = 15.0  # a folder of a file server, which may be far
+NODES_S = 30.0  # srun has a deadline of its own
+MODEL_S = 300.0  # headers of hundreds of files, and rewards that are loaded
+RUN_DIR = Path("runs")  # the default of run.dir
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the findings to stdout as they come, and return the exit code."""
+    options, overrides = _parser().parse_known_args(argv)
+    unknown = [argument for argument in overrides if argument.startswith("-")]
+    if unknown or options.world_size < 0:
+        sys.stderr.write(f"error: no such option: {' '.join(unknown) or '--world-size below 0'}\n")
+        return 2
+
+    findings: list[Finding] = []
+    for finding in _look(options, [*options.config, *overrides]):
+        findings.append(finding)
+        if not options.json:
+            sys.stdout.write("\n".join(to_lines(finding)) + "\n")
+            sys.stdout.flush()
+    num_errors = sum(finding.status == "error" for finding in findings)
+    num_warnings = sum(finding.status == "warning" for finding in findings)
+    if options.json:
+        sys.stdout.write(json.dumps([asdict(finding) for finding in findings]) + "\n")
+    else:
+        sys.stdout.write(f"\n{counted(num_errors, 'error')}, {counted(num_warnings, 'warning')}\n")
+    return 1 if num_errors else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megadiff doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs="*", help="yaml files and key=value, as for train")
+    parser.add_argument("--model", type=Path, help="a model folder; by default the config's")
+    parser.add_argument(
+        "--world-size", type=int, default=0, help="processes that train; by default this host's"
+    )
+    parser.add_argument("--json", action="store_true", help="a list of findings")
+    return parser
+
+
+def _look(options: argparse.Namespace, arguments: list[str]) -> Iterator[Finding]:
+    """Yield all findings, what costs nothing first."""
+    config = None
+    if arguments:
+        try:
+            config = load_config(arguments)
+            yield ok("config", f"{' '.join(arguments)}: every key is known")
+        except ConfigError as failure:
+            yield refusal("config", str(failure))
+
+    facts = versions.installed()
+    yield from versions.version_findings(facts)
+    yield from _machine_findings(config)
+    yield from _guarded("clocks of nodes", NODES_S, lambda: nodes.node_findings(os.environ))
+    gpu_facts, gpu_findings = gpus.look_at_gpus(facts.torch_cuda)
+    yield from gpu_findings
+    if config or options.model:
+        yield from _model_findings(options, config, gpu_facts)
+    else:
+        yield from _disk_findings(config, needed_bytes=0)
+
+
+def _machine_findings(config: Config | None) -> Iterator[Finding]:
+    sync = config.sync if config else SyncConfig()
+    yield from _guarded(
+        "/dev/shm",
+        QUICK_S,
+        lambda: [
+            machine.shared_memory_finding(
+                machine.shared_memory_free(),
+                bucket_mib=sync.bucket_mib,
+                is_decided=config is not None,
+            )
+        ],
+    )
+    yield from machine.limit_findings(machine.read_limits())
+    yield from _guarded(
+        "ports", QUICK_S, lambda: machine.port_findings(machine.read_ports(os.environ))
+    )
+    for key, folder in _run_folders(config):
+        yield from _guarded(key, QUICK_S, _folder_look(key, folder))
+
+
+def _folder_look(key: str, folder: Path) -> Callable[[], Iterable[Finding]]:
+    return lambda: folders.folder_findings(folders.probe_folder(key, folder))
+
+
+def _run_folders(config: Config | None) -> Iterator[tuple[str, Path]]:
+    """Yield (key, folder) of what a run writes to."""
+    yield "run.dir", Path(config.run.dir) if config else RUN_DIR
+    if config and config.rollout.registry:
+        yield "rollout.registry", Path(config.rollout.registry)
+    if config and config.sync.folder:
+        yield "sync.folder", Path(config.sync.folder)
+
+
+def _model_findings(
+    options: argparse.Namespace, config: Config | None, gpu_facts: GpuFacts
+) -> Iterator[Finding]:
+    try:
+        # Here, as they import torch, which takes seconds.
+        from megadiff.doctor import model, run_config
+    except (ImportError, OSError) as failure:
+        yield error("imports", f"a package does not import: {failure}", fix="launch/setup.sh")
+        return
+
+    folder = options.model or Path(config.model.path if config else "")
+    family = config.model.family if config else ""
+    yield from _guarded("model", MODEL_S, lambda: model.model_findings(folder, family))
+
+    world_size = options.world_size or max(1, len(gpu_facts.devices))
+    if config:
+        config.model.path = str(folder)
+        chosen = config
+        yield from _guarded(
+            "first refusal",
+            MODEL_S,
+            lambda: [run_config.refusal_finding(chosen, world_size=world_size)],
+        )
+        yield from _guarded(
+            "plan",
+            MODEL_S,
+            lambda: [
+                run_config.plan_finding(
+                    chosen, gpu_facts, world_size=world_size, asked=options.world_size
+                )
+            ],
+        )
+
+    def needed_bytes() -> int:
+        if config:
+            return run_config.checkpoint_bytes(config)
+        return run_config.folder_checkpoint_bytes(folder)
+
+    needed = 0
+    # what is wrong with the model is told by now
+    with suppress(OSError, ValueError):
+        needed = within(MODEL_S, needed_bytes)
+    yield from _disk_findings(config, needed_bytes=needed)
+
+
+def _disk_findings(config: Config | None, *, needed_bytes: int) -> Iterator[Finding]:
+    key, folder = next(_run_folders(config))
+    # A new checkpoint is whole before the oldest one goes.
+    count = config.checkpoint.keep + 1 if config else 1
+    what = f"{count} checkpoints" if config else "a checkpoint of all weights"
+    yield from _guarded(
+        "disk",
+        QUICK_S,
+        lambda: [
+            folders.disk_finding(
+                folders.probe_folder(key, folder), needed_bytes=count * needed_bytes, what=what
+            )
+        ],
+    )
+
+
+def _guarded(name: str, seconds: float, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """Yield what a look finds; one that fails or takes too long is a finding itself."""
+    try:
+        yield from within(seconds, lambda: list(look()))
+    except (OSError, ValueError) as failure:
+        yield refusal(name, str(failure))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
