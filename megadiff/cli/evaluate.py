@@ -17,8 +17,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -61,29 +62,10 @@ PROGRESS_S = 10.0  # between two log lines, where there is no terminal
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    options, config_arguments = _parser().parse_known_args(argv)
+    options, config_arguments = parse(argv)
     log_to_stderr()
-    comparison = None
     try:
-        subject, plan = resolve(options, config_arguments)
-        with ExitStack() as stack:
-            scorer = stack.enter_context(closing(Scorer(subject.config.reward)))
-            scorer.validate([prompt for prompt, _ in plan])
-            judges = _open_rewards(scorer, subject, stack)
-
-            if options.baseline:
-                # First: what is compared with it comes last, and stays on the screen.
-                baseline = resolve_baseline(subject, options.baseline, config_arguments)
-                before = _evaluate(baseline, subject.config, scorer, judges, plan)
-            evaluation = _evaluate(subject, subject.config, scorer, judges, plan)
-        if options.baseline:
-            comparison = Comparison(evaluation=evaluation, baseline=before)
-            write_json(subject.folder / COMPARISON_NAME, comparison_to_json(comparison))
-
-        baseline_folder = baseline.folder if options.baseline else None
-        write_evaluation_page(
-            subject.folder, evaluation, comparison, baseline_folder=baseline_folder
-        )
+        evaluated = evaluate_target(options, config_arguments)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -92,8 +74,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 1
 
-    record = subject.folder / RECORD_NAME
-    page = subject.folder / PAGE_NAME
+    record = evaluated.folder / RECORD_NAME
+    page = evaluated.folder / PAGE_NAME
+    evaluation = evaluated.evaluation
+    comparison = evaluated.comparison
     if options.json:
         sys.stdout.write(_json_text(record, page, evaluation, comparison))
     else:
@@ -101,17 +85,61 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """Hold an evaluation, and its comparison with a baseline where there was one.
+
+    folder: where evaluation.json and page.html are.
+    """
+
+    evaluation: Evaluation
+    comparison: Comparison | None
+    folder: Path
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the command's options, and the arguments that make its config."""
+    return _parser().parse_known_args(argv)
+
+
+def evaluate_target(options: argparse.Namespace, config_arguments: list[str]) -> Evaluated:
+    """Evaluate what parse() was given, and write the record and the page.
+
+    Raises ValueError where something asked for is wrong, and AgreedError or OSError where a replica
+    or a reward failed.
+    """
+    comparison = None
+    subject, plan = resolve(options, config_arguments)
+    with ExitStack() as stack:
+        scorer = stack.enter_context(closing(Scorer(subject.config.reward)))
+        scorer.validate([prompt for prompt, _ in plan])
+        judges = _open_rewards(scorer, subject, stack)
+
+        if options.baseline:
+            # First: what is compared with it comes last, and stays on the screen.
+            baseline = resolve_baseline(subject, options.baseline, config_arguments)
+            before = _evaluate(baseline, subject.config, scorer, judges, plan)
+        evaluation = _evaluate(subject, subject.config, scorer, judges, plan)
+    if options.baseline:
+        comparison = Comparison(evaluation=evaluation, baseline=before)
+        write_json(subject.folder / COMPARISON_NAME, comparison_to_json(comparison))
+
+    baseline_folder = baseline.folder if options.baseline else None
+    write_evaluation_page(subject.folder, evaluation, comparison, baseline_folder=baseline_folder)
+    return Evaluated(evaluation=evaluation, comparison=comparison, folder=subject.folder)
+
+
 def _open_rewards(scorer: Scorer, subject: Subject, stack: ExitStack) -> Judges:
     """Start the judges that the rewards ask, and load the rewards."""
-    mesh = _mesh(subject)
+    mesh = one_rank_mesh(subject)
     judges = launch_judges(subject.config, mesh, subject.folder, stack)
     judges.wait()
     open_rewards(scorer, judges.urls, sampling_of(subject.config.rollout), mesh=mesh)
     return judges
 
 
-def _mesh(subject: Subject) -> Mesh:
-    # One process, as resolve() fixes the config's section parallel.
+def one_rank_mesh(subject: Subject) -> Mesh:
+    """Return the mesh of this process alone, as FIXED sets the config's section parallel."""
     layout = Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1)
     return init_mesh(layout, subject.config.run.device)
 
@@ -120,15 +148,10 @@ def _evaluate(
     subject: Subject, config: Config, scorer: Scorer, judges: Judges, plan: Plan
 ) -> Evaluation:
     """Start a replica of the subject, evaluate it and write its record. config: how to sample."""
-    mesh = _mesh(subject)
+    mesh = one_rank_mesh(subject)
     start_s = time.monotonic()
     with ExitStack() as stack:
-        processes = replicas.launch(subject.config, mesh, subject.adapter, subject.folder)
-        # Before connect(): a replica that does not come up is stopped, too.
-        stack.callback(stop_all, processes)
-        connection = connect(subject.config, mesh, subject.folder, processes, stack)
-
-        step = _push(subject, mesh, connection, judges) if subject.is_run else None
+        connection, step = connect_replicas(subject, mesh, judges, stack)
         total = sum(len(indices) for _, indices in plan)
         outcome = evaluate(
             connection.fleet,
@@ -155,6 +178,21 @@ def _evaluate(
         frames_per_s=subject.adapter.frames_per_s,
     )
     return outcome.evaluation
+
+
+def connect_replicas(
+    subject: Subject, mesh: Mesh, judges: Judges, stack: ExitStack
+) -> tuple[Connection, int | None]:
+    """Start the subject's replicas, or find them in a registry; they end when `stack` closes.
+
+    Returns them, and the step of a run's checkpoint that they hold by now; None for a model.
+    """
+    processes = replicas.launch(subject.config, mesh, subject.adapter, subject.folder)
+    # Before connect(): a replica that does not come up is stopped, too.
+    stack.callback(stop_all, processes)
+    connection = connect(subject.config, mesh, subject.folder, processes, stack)
+    step = _push(subject, mesh, connection, judges) if subject.is_run else None
+    return connection, step
 
 
 def _finish(draw: Redrawable, *, here: bool, mesh: Mesh) -> None:

@@ -73,7 +73,7 @@ class Subject:
 def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[Subject, Plan]:
     """Return the subject and the plan of its samples. options: of the command."""
     target: Path = options.target
-    config = _with_options(_config(target, config_arguments), options)
+    config = _with_options(config_of(target, config_arguments), options)
     if not config.reward:
         raise ValueError(
             "no reward to score with; give --reward NAME, e.g. --reward color, or "
@@ -82,7 +82,7 @@ def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[S
 
     validate(config, dp=1, on_policy=build_algorithm(config.algorithm).on_policy)
     check_judges(config, all_used=False)  # --reward may leave some without use
-    adapter = _checked_adapter(config)
+    adapter = checked_adapter(config)
 
     prompts = read_prompts(config, config.eval.prompts, adapter)
     plan = spread(prompts, config.eval.num_samples)
@@ -98,13 +98,13 @@ def resolve_baseline(subject: Subject, target: Path, config_arguments: list[str]
     A plain pipeline folder is sampled as the subject is. Raises ValueError where the baseline's
     own settings need other noise.
     """
-    config = _config(target, config_arguments)
+    config = config_of(target, config_arguments)
     if not _is_run(target) and not (target / MODEL_CONFIG).is_file():
         model = replace(subject.config.model, path=str(target))
         run = replace(config.run, device=subject.config.run.device)
         config = replace(subject.config, run=run, model=model)
 
-    adapter = _checked_adapter(config)
+    adapter = checked_adapter(config)
     ours = eval_sampling(subject.config)
     theirs = eval_sampling(config)
     our_shape = subject.adapter.latents_shape(ours)
@@ -125,8 +125,11 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file()
 
 
-def _config(target: Path, config_arguments: list[str]) -> Config:
-    """Return the target's own config, then the arguments, then what evaluation needs."""
+def config_of(target: Path, config_arguments: list[str]) -> Config:
+    """Return the target's own config, then the arguments, then what evaluation needs.
+
+    Raises ValueError for a target that is neither a model nor a run with a checkpoint.
+    """
     if not target.is_dir():
         raise ValueError(
             f"{target} does not exist; give a diffusers pipeline folder or a run's folder"
@@ -178,7 +181,8 @@ def _with_options(config: Config, options: argparse.Namespace) -> Config:
     )
 
 
-def _checked_adapter(config: Config) -> ModelAdapter:
+def checked_adapter(config: Config) -> ModelAdapter:
+    """Return the adapter of the config's model. Raises ValueError for what it cannot sample."""
     model = Path(config.model.path)
     check_model_folder(model, config.model.family)
     adapter = build_adapter(model, config.model.family)

@@ -82,7 +82,10 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.write(to_text(plan, as_json=options.json) if rank == 0 else "")
             return 0
         set_title(f"{config.run.name}: rank {rank}")
-        return _train(config, world_size=world_size)
+        train_rank(config, world_size=world_size)
+        # not on the way out of an error: other ranks may never answer
+        dist.destroy_process_group()
+        return 0
     except ValueError as error:
         return _fail(error, rank, code=2)
     except (AgreedError, OSError, FloatingPointError) as error:
@@ -102,11 +105,16 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def _train(config: Config, *, world_size: int) -> int:
+def train_rank(config: Config, *, world_size: int) -> None:
+    """Train as one rank of a run, in the main thread; its process group stays.
+
+    Raises what main() turns into an exit code, SystemExit among it: a signal asked to stop.
+    """
     building = BuildWatch()
     launcher = _Launcher()
 
     with ExitStack() as stack:
+        stack.callback(launcher.all_closed)
         stack.callback(building.over)
         layout, adapter, data, scorer = check(config, world_size=world_size, stack=stack)
 
@@ -151,14 +159,14 @@ def _train(config: Config, *, world_size: int) -> int:
         except SystemExit:  # a signal, or another rank's failure: it has been dealt with
             raise
         except BaseException as error:
+            if run.rescue.requests.is_over:
+                # SystemExit came in the middle of a lock, which then raised something else
+                raise SystemExit(run.rescue.exit_code) from error
             if not isinstance(error, CheckpointError):  # it would fail again
                 run.rescue.failed(error)
             raise
         finally:
             run.rescue.stop()
-
-    dist.destroy_process_group()  # not on the way out of an error: other ranks may never answer
-    return 0
 
 
 def _warn_of_layout(
@@ -216,6 +224,11 @@ class _Launcher:
         pid = launcher_pid()
         if pid is not None:
             watch(os.pidfd_open(pid), self._gone)
+
+    def all_closed(self) -> None:
+        """Tell a rescue that nothing is left to close."""
+        if self.rescue is not None:
+            self.rescue.all_closed()
 
     def _gone(self) -> None:
         if self.rescue is not None:

@@ -86,6 +86,7 @@ class Rescue:
         self._reason = ""
         self._is_last_save = False  # all ranks write the checkpoint after which they leave
         self._patience_s = ANSWER_S
+        self._closing: threading.Timer | None = None
         self._thread = threading.Thread(target=self._run, name="rescue", daemon=True)
 
     def start(self) -> None:
@@ -103,9 +104,14 @@ class Rescue:
         is_leaving = self.requests.is_over or self._is_last_save
         handle_signals(lambda number, _: end_now(self.exit_code if is_leaving else 128 + number))
         if is_leaving or self._main_failed.is_set():
-            closing = threading.Timer(CLOSE_S, os._exit, args=(self.exit_code,))
-            closing.daemon = True
-            closing.start()
+            self._closing = threading.Timer(CLOSE_S, os._exit, args=(self.exit_code,))
+            self._closing.daemon = True
+            self._closing.start()
+
+    def all_closed(self) -> None:
+        """End the watch over an early end's closing: a notebook's process goes on."""
+        if self._closing is not None:
+            self._closing.cancel()
 
     def finish_step(self, progress: Progress, prompts: dict) -> None:
         """Count a finished step in progress. Its weights are what a rescue saves from now on."""

@@ -11,7 +11,7 @@ import megadiff
 
 ORDER = (
     "types config observe diffusion algorithms process parallel tensors models sync data rewards "
-    "engines checkpoint rollout train planner convert report doctor cli"
+    "engines checkpoint rollout train planner convert report doctor cli api"
 ).split()
 # They import the house; of the house cli alone imports them.
 OUTBUILDINGS = ("planner", "convert", "report", "doctor")
