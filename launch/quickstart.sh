@@ -20,7 +20,6 @@ done
 # for more.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
 .venv/bin/megadiff train configs/quickstart.yaml "$@"
-.venv/bin/megadiff report "$dir/$name" >/dev/null
 .venv/bin/python - "$dir/$name" <<'PYTHON'
 import sys
 from pathlib import Path

@@ -6,6 +6,7 @@ import faulthandler
 import logging
 import os
 import sys
+import warnings
 from typing import NoReturn
 
 from megadiff.process.lifeline import kill_children
@@ -23,14 +24,43 @@ def log_to_stderr(rank: int = 0) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+# Logger → beginnings of its notes that a user can do nothing about.
+NOTES = {
+    "transformers.configuration_utils": (
+        "The argument `trust_remote_code` is to be used with Auto classes",
+        # diffusers passes the old name on; its other versions know no other.
+        "`torch_dtype` is deprecated",
+    ),
+    "transformers.modeling_utils": ("`torch_dtype` is deprecated",),
+    "transformers.modeling_rope_utils": ("Missing validation function in ",),
+}
+WARNINGS = (  # their beginnings, as regular expressions
+    "`torch_dtype` is deprecated and will be removed",
+    # Nothing of ours changes a transformer's output in place, which this warns of.
+    r"FSDP2-wrapped module \(\w+\) returned a view tensor",
+)
+SHOW_ALL = "MEGADIFF_SHOW_WARNINGS"
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    is_error = record.levelno >= logging.ERROR
+    return is_error or not record.getMessage().startswith(NOTES[record.name])
+
+
 def quiet_imports() -> None:
-    """Silence notes of libraries at import that tell a user nothing, before they are imported.
+    """Silence what libraries say at start-up that tells a user nothing, before they are imported.
 
     torchao lists kernels of other GPUs, diffusers asks it for a class that moved, and torch says
-    how torchao should register its enums.
+    how torchao should register its enums. Errors stay. MEGADIFF_SHOW_WARNINGS=1 shows all.
     """
+    if os.environ.get(SHOW_ALL):
+        return
     for noisy in ("torchao", "diffusers.quantizers.torchao", "torch.utils._pytree"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    for name in NOTES:
+        logging.getLogger(name).addFilter(_is_wanted)
+    for text in WARNINGS:
+        warnings.filterwarnings("ignore", message=text)
 
 
 def show_crashes() -> None:

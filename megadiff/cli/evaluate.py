@@ -42,6 +42,7 @@ from megadiff.observe.evaluation import (
 )
 from megadiff.parallel.collectives import AgreedError, agreed
 from megadiff.parallel.mesh import Layout, Mesh, init_mesh
+from megadiff.process.words import counted
 from megadiff.report.evaluation_page import PAGE_NAME, write_evaluation_page
 from megadiff.report.evaluation_table import to_text
 from megadiff.rewards.score import Scorer
@@ -110,6 +111,8 @@ def evaluate_target(options: argparse.Namespace, config_arguments: list[str]) ->
     """
     comparison = None
     subject, plan = resolve(options, config_arguments)
+    # An earlier one, of a --force, would be of another evaluation.
+    (subject.folder / COMPARISON_NAME).unlink(missing_ok=True)
     with ExitStack() as stack:
         scorer = stack.enter_context(closing(Scorer(subject.config.reward)))
         scorer.validate([prompt for prompt, _ in plan])
@@ -168,7 +171,10 @@ def _evaluate(
 
     seconds = time.monotonic() - start_s
     logger.info(
-        "%s: %d samples, %.1f s with the start of its replica", subject.target, total, seconds
+        "%s: %s, %.1f s with the start of its replica",
+        subject.target,
+        counted(total, "sample"),
+        seconds,
     )
 
     write_evaluation(
@@ -270,7 +276,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("target", type=_folder, metavar="MODEL_OR_RUN")
     parser.add_argument(
-        "--prompts", metavar="FILE", help="by default eval.prompts, else data.prompts"
+        "--prompts",
+        metavar="FILE",
+        help="by default the prompts that are named behind MODEL_OR_RUN, else its eval.prompts, "
+        "else its data.prompts",
     )
     parser.add_argument(
         "--reward",
@@ -291,6 +300,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="default: RUN/evaluate, or runs/evaluate_<model>"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace an earlier evaluation in that folder"
     )
     parser.add_argument(
         "--json", action="store_true", help="one JSON object on stdout in place of the table"

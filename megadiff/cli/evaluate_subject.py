@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from megadiff.algorithms import build_algorithm
 from megadiff.checkpoint.checkpoints import whole_looking
-from megadiff.config.load import load_config
+from megadiff.config.load import last_named, load_config
 from megadiff.config.rewards import RewardConfig
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
+from megadiff.observe.evaluation import RECORD_NAME
 from megadiff.train.check import read_prompts
 from megadiff.train.check_judges import check_judges
 from megadiff.train.evaluate import Plan, eval_sampling, spread
@@ -73,7 +75,9 @@ class Subject:
 def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[Subject, Plan]:
     """Return the subject and the plan of its samples. options: of the command."""
     target: Path = options.target
-    config = _with_options(config_of(target, config_arguments), options)
+    config = config_of(target, config_arguments)
+    prompts_file = _prompts_file(config, options, config_arguments)
+    config = _with_options(config, options, prompts=prompts_file)
     if not config.reward:
         raise ValueError(
             "no reward to score with; give --reward NAME, e.g. --reward color, or "
@@ -89,6 +93,11 @@ def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[S
     adapter.check_prompts(prompts)
 
     folder = options.out or (target / "evaluate" if _is_run(target) else run_folder(config))
+    if (folder / RECORD_NAME).exists() and not options.force:
+        raise ValueError(
+            f"{folder} holds an earlier evaluation; keep it with --out ANOTHER, or give --force to "
+            "replace it"
+        )
     return Subject(target=target, config=config, adapter=adapter, folder=folder), plan
 
 
@@ -153,17 +162,23 @@ def config_of(target: Path, config_arguments: list[str]) -> Config:
     return config
 
 
-def _with_options(config: Config, options: argparse.Namespace) -> Config:
-    """Return the config with --prompts, --num-samples and --reward over its own keys."""
-    prompts = options.prompts or config.eval.prompts or config.data.prompts
+def _prompts_file(config: Config, options: argparse.Namespace, config_arguments: list[str]) -> str:
+    """Return the prompts that were asked for here, else those that the target is evaluated on."""
+    # data.prompts=mine.txt means these, whatever eval.prompts the run or a file before it has.
+    named = last_named(config_arguments, ("eval.prompts", "data.prompts"))
+    chosen = attrgetter(named)(config) if named else ""
+    prompts = options.prompts or chosen or config.eval.prompts or config.data.prompts
     if not prompts:
         raise ValueError("no prompts to sample; give --prompts FILE, or eval.prompts=FILE")
 
     # A model's evaluate.yaml names a file of its own folder.
     beside_model = options.target / prompts
-    if not Path(prompts).exists() and beside_model.exists():
-        prompts = str(beside_model)
+    is_beside = not Path(prompts).exists() and beside_model.exists()
+    return str(beside_model) if is_beside else prompts
 
+
+def _with_options(config: Config, options: argparse.Namespace, *, prompts: str) -> Config:
+    """Return the config with the prompts, --num-samples and --reward over its own keys."""
     num_samples = config.eval.num_samples if options.num_samples is None else options.num_samples
     if options.num_samples is not None and num_samples < 1:
         raise ValueError(f"--num-samples={num_samples} < 1; leave it out for one sample a prompt")

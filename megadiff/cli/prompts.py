@@ -11,12 +11,25 @@ from pathlib import Path
 
 from megadiff.data.prompt_imports import FORMATS, import_rows
 from megadiff.observe.text_files import write_whole
+from megadiff.process.words import counted
 
 SOURCES = "\n".join(f"  {name:<10}{source}" for name, (_, _, source) in FORMATS.items())
 
 
+DESCRIPTION = """Bring a public prompt set into a file for data.prompts or eval.prompts.
+
+Files of your own need no import:
+  .txt      a prompt a line, UTF-8; blank lines are skipped, a line that starts with # is a prompt
+  .jsonl    an object a line with "prompt"; other keys are columns for rewards
+  .parquet  a row a prompt, with the same columns"""
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megadiff prompts")
+    parser = argparse.ArgumentParser(
+        prog="megadiff prompts",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(required=True, metavar="import")
     importer = commands.add_parser(
         "import",
@@ -42,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write(f"megadiff prompts: {error}\n")
         return 2
-    sys.stdout.write(f"{args.out}: {len(rows)} prompts\n")
+    sys.stdout.write(f"{args.out}: {counted(len(rows), 'prompt')}\n")
     return 0
 
 

@@ -157,6 +157,9 @@ def train_rank(config: Config, *, world_size: int) -> None:
             if mesh.rank == 0:
                 run.events.write("run_finished", step=run.progress.step)
         except SystemExit:  # a signal, or another rank's failure: it has been dealt with
+            # Of several ranks the first that ends takes the others along; a rescue is in a hurry.
+            if mesh.world_size == 1 and not run.rescue.requests.is_over:
+                _write_report(config)
             raise
         except BaseException as error:
             if run.rescue.requests.is_over:
@@ -167,6 +170,23 @@ def train_rank(config: Config, *, world_size: int) -> None:
             raise
         finally:
             run.rescue.stop()
+
+    if mesh.rank == 0:
+        _write_report(config)
+
+
+def _write_report(config: Config) -> None:
+    """Write the run's page, which logs where it is. A failure is a warning: the run is whole."""
+    # it takes a tenth of a second, and the other ranks need none of it
+    from megadiff.report.report import write_report
+
+    folder = run_folder(config)
+    try:
+        write_report(folder)
+    # Whatever it is, the run's own end must not look like a failure.
+    except Exception as error:
+        text = "no report: %s: %s; try `megadiff report %s`"
+        logger.warning(text, type(error).__name__, error, folder, exc_info=True)
 
 
 def _warn_of_layout(

@@ -18,6 +18,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from megadiff.config.algorithm import with_algorithm_defaults
 from megadiff.config.rewards import NAMED_SECTIONS, RewardConfig
 from megadiff.config.schema import Config
+from megadiff.config.synonyms import SYNONYMS
 
 
 def _plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
@@ -69,12 +70,28 @@ def load_rewards(arguments: Sequence[str]) -> dict[str, RewardConfig]:
     return {str(name): reward for name, reward in rewards.items()}
 
 
+def last_named(arguments: Sequence[str], keys: Sequence[str]) -> str:
+    """Return which of the keys the last layer that names any of them has; "" for none.
+
+    Of several in one layer it is the first of `keys`. Raises ConfigError as load_config().
+    """
+    for _, layer in reversed([*_layers(arguments)]):
+        for key in keys:
+            section, _, name = key.partition(".")
+            # Plain: an interpolation may be of another layer.
+            values = _plain(layer).get(section)
+            if isinstance(values, dict) and values.get(name) is not None:
+                return key
+    return ""
+
+
 def _merged(arguments: Sequence[str]) -> DictConfig:
     merged = OmegaConf.structured(Config)
     for source, layer in _layers(arguments):
         if OmegaConf.select(layer, "parity.mode") is False:  # what YAML makes of a bare off
             layer.parity.mode = "off"
         _check_kinds(source, SCHEMA, _plain(layer))
+        _take_out(source, merged, layer)
         try:
             merged = OmegaConf.merge(merged, layer)
         except ConfigKeyError as error:
@@ -84,6 +101,29 @@ def _merged(arguments: Sequence[str]) -> DictConfig:
             key = f"{error.full_key}: " if error.full_key else ""
             raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from error
     return merged
+
+
+def _take_out(source: str, merged: DictConfig, layer: DictConfig) -> None:
+    """Remove the rewards and judges that a layer sets to null, from both.
+
+    Raises ConfigError for one that no earlier layer brought.
+    """
+    for section in NAMED_SECTIONS:
+        # Plain: an interpolation is not resolved yet.
+        named = _plain(layer).get(section)
+        if not isinstance(named, dict):
+            continue
+        for name in [name for name, value in named.items() if value is None]:
+            if name not in merged[section]:
+                names = sorted(map(str, merged[section]))
+                near = difflib.get_close_matches(str(name), names, n=1)
+                advice = f"did you mean {section}.{near[0]}?" if near else "leave it out"
+                raise ConfigError(
+                    f"{source}: {section}.{name} is null, which removes it, but what comes before "
+                    f"has {', '.join(names) or 'none'}; {advice}"
+                )
+            del merged[section][name]
+            del layer[section][name]
 
 
 def _check_complete(merged: DictConfig, *, section: str = "") -> None:
@@ -178,7 +218,10 @@ def _advice(key: str) -> str:
     section, _, leaf = key.rpartition(".")
     keys = all_keys()
     top, _, rest = key.partition(".")
-    if rest and f"{top}." in NAMED_SCHEMAS:
+    is_named = bool(rest) and f"{top}." in NAMED_SCHEMAS
+    if leaf in SYNONYMS and not is_named:
+        return f"here it is {SYNONYMS[leaf]}"
+    if is_named:
         # The schema has no reward or judge by name: all_keys() ends at `reward`.
         keys = [f"{section}.{name}" for name in NAMED_SCHEMAS[f"{top}."]]
 

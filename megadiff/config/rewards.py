@@ -12,7 +12,7 @@ from megadiff.config.key import key
 
 @dataclass
 class RewardConfig:
-    """Add one reward under a name of your choice. A sample's reward is the weighted sum."""
+    """Add a reward under a name of your choice. `reward.NAME: null` removes an earlier file's."""
 
     type: str = key(MISSING, "The reward is a built-in name or module:Class.")
     weight: float = key(1.0, "The sum counts this reward times this.")

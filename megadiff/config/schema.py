@@ -49,7 +49,9 @@ class ModelConfig:
 class DataConfig:
     """Name what to train on: prompts (RL), captioned images (SFT) or pairs (offline DPO)."""
 
-    prompts: str = key("", "RL reads its prompts from this .txt, .jsonl or .parquet file.")
+    prompts: str = key(
+        "", "RL reads its prompts from this file: a .txt with a prompt a line, .jsonl or .parquet."
+    )
     images: str = key(
         "", "SFT reads a folder with metadata.jsonl, a .parquet, a .tar or module:Class."
     )

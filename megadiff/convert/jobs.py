@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from megadiff.checkpoint.run_folders import CONFIG, PROGRESS, merged_config, progress_record
 from megadiff.convert.copying import Copier, Slot
 from megadiff.convert.layouts import LAYOUTS, Box, RankBoxes
+from megadiff.convert.model_card import CARD, is_card, is_trained, model_card
 from megadiff.convert.model_folders import (
     ModelFolder,
     file_tensors,
@@ -75,11 +77,16 @@ class ModelJob:
             self._tensors[name] = component.by_keys(chosen) | component.constants
 
         self.num_bytes = sum(map(total_bytes, self._tensors.values()))
-        self._rest = rest_of(self._base)
+        self._source = source
+        self._is_trained = is_trained(source)
+        self._rest = rest_of(self._base, is_left_out=is_card if self._is_trained else None)
         self.num_copied = self._rest.num_bytes
 
     def write(self, folder: Path, copier: Copier) -> None:
         self._rest.copy_to(folder)
+        if self._is_trained:
+            card = model_card(self._source, dtype=_main_dtype(self._tensors))
+            (folder / CARD).write_text(card, "utf-8")
         for name, component in self._base.components.items():
             prefix = f"{name}."
             target = folder / component.where
@@ -299,6 +306,16 @@ def _boxes(source: Source, base: ModelFolder, backend: str, num_ranks: int) -> R
 
 def _chosen_dtype(dtype: str, kept: torch.dtype) -> torch.dtype:
     return kept if dtype == "keep" else DTYPES[dtype]
+
+
+def _main_dtype(components: Mapping[str, StoredTensors]) -> str:
+    """Return torch's name of the dtype that most bytes of the components' weights have."""
+    num_bytes: dict[torch.dtype, int] = defaultdict(int)
+    for tensors in components.values():
+        for stored in tensors.values():
+            num_bytes[stored.meta.dtype] += stored.meta.num_bytes
+    dtype = max(num_bytes, key=lambda dtype: num_bytes[dtype])
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_lora_modules(source: Source, base: ModelFolder) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -224,9 +224,10 @@ def file_tensors(base: Component, tensors: StoredTensors) -> dict[str, dict[str,
     return files
 
 
-def rest_of(base: ModelFolder) -> OtherFiles:
+def rest_of(base: ModelFolder, *, is_left_out: Callable[[Path], bool] | None = None) -> OtherFiles:
     """Find all of the base but its components' weights, and the index of those.
 
+    is_left_out: tells of a path within the base that it is not wanted either.
     Raises ValueError as other_files does.
     """
     single = next(
@@ -244,14 +245,13 @@ def rest_of(base: ModelFolder) -> OtherFiles:
         if component.files[0].name != ROOT_FILE
     }
 
-    def is_weights(path: Path) -> bool:
-        return path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES)
+    def is_unwanted(path: Path) -> bool:
+        # Other components keep theirs: only trained weights are written anew.
+        is_weights = path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES)
+        is_other = is_left_out is not None and is_left_out(path)
+        return path.name == ROOT_FILE or is_weights or is_other
 
-    # Other components keep theirs: only trained weights are written anew.
-    return other_files(
-        base.path,
-        is_left_out=lambda path: path.name == ROOT_FILE or is_weights(path),
-    )
+    return other_files(base.path, is_left_out=is_unwanted)
 
 
 def write_index(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +34,9 @@ from megadiff.planner.memory_plan import (
 )
 from megadiff.planner.network_text import layout_cells, network_lines
 from megadiff.planner.options import machine_of, parser
+from megadiff.planner.remedies import MORE_GPUS, find_remedy
 from megadiff.planner.work import Machine
+from megadiff.process.words import counted
 from megadiff.train.dry_run import node_lines
 from megadiff.train.sampling import sampling_of
 
@@ -155,9 +158,9 @@ def to_text(plan: MemoryPlan, config: Config, network: Network) -> str:
         "",
         f"{'':34}{'stays, GiB per GPU':>24}   {'peak of each phase, GiB per GPU':>39}",
         _cells(" ", names, "fits"),
-        *(_row(plan, estimate) for estimate in plan.estimates),
+        *_rows(plan),
         "",
-        *_advice(plan, config),
+        *_advice(plan, config, network),
         *network_lines(plan, network),
         "",
         *node_lines(config, world_size=machine.world_size, ranks_per_node=machine.gpus_per_node),
@@ -170,6 +173,20 @@ def _cells(mark: str, cells: Sequence[str], last: str) -> str:
     static = "".join(f"{cell:>8}" for cell in cells[6:9])
     phases = "".join(f"{cell:>10}" for cell in cells[9:])
     return f"{mark} {cells[0]:<9}{layout} {static}   {phases}  {last}"
+
+
+def _rows(plan: MemoryPlan) -> list[str]:
+    """Return a line for each layout, and one for all others that one obstacle rules out."""
+    lines = []
+    ruled_out: Counter[str] = Counter()
+    for estimate in plan.estimates:
+        if estimate.obstacle and estimate is not plan.configured:
+            ruled_out[_brief(estimate.obstacle)] += 1
+        else:
+            lines.append(_row(plan, estimate))
+    for obstacle, count in ruled_out.items():
+        lines.append(f"  and {counted(count, 'layout')} that cannot run: {obstacle}")
+    return lines
 
 
 def _row(plan: MemoryPlan, estimate: Estimate) -> str:
@@ -212,9 +229,9 @@ def _replica_line(plan: MemoryPlan) -> str:
     return text
 
 
-def _advice(plan: MemoryPlan, config: Config) -> list[str]:
+def _advice(plan: MemoryPlan, config: Config, network: Network) -> list[str]:
     if plan.pick is None:
-        return _nothing_fits(plan, config)
+        return _nothing_fits(plan, config, text_tokens=network.text_tokens)
 
     estimate = plan.pick
     backend = config.engine.backend
@@ -255,7 +272,7 @@ def _advice(plan: MemoryPlan, config: Config) -> list[str]:
     return lines
 
 
-def _nothing_fits(plan: MemoryPlan, config: Config) -> list[str]:
+def _nothing_fits(plan: MemoryPlan, config: Config, *, text_tokens: int) -> list[str]:
     possible = [estimate for estimate in plan.estimates if not estimate.obstacle]
     if not possible:
         return ["no layout is possible; the last column says why"]
@@ -274,7 +291,7 @@ def _nothing_fits(plan: MemoryPlan, config: Config) -> list[str]:
         f"nothing fits. Nearest: {overrides(nearest)}",
         f"  with {_gib(nearest.peak(worst))} GiB > {_gib(plan.machine.budget)} GiB in {worst}: "
         f"{_parts(nearest, worst)}",
-        f"  {_remedy(nearest, plan, config)}",
+        *_remedy_lines(plan, config, text_tokens=text_tokens),
     ]
 
 
@@ -293,22 +310,31 @@ def _host_part(plan: MemoryPlan, estimate: Estimate) -> str:
     return f"; host memory {used} of {budget} GiB a GPU"
 
 
-def _remedy(estimate: Estimate, plan: MemoryPlan, config: Config) -> str:
-    phase = estimate.worst_phase
-    rows = config.train.microbatch_size
-    # The cheapest first.
-    remedies = []
-    if "activations" in estimate.phases[phase] and rows > 1:
-        remedies.append(f"train.microbatch_size below {rows}")
-    if phase == "update" and config.engine.activation_memory_budget > 0:
-        remedies.append("engine.activation_memory_budget=0")
-    if phase != "update" and not estimate.offloads and estimate.phases[phase].get("optimizer"):
-        remedies.append("engine.offload=auto, or nodes with more host memory")
-    if phase == "update" and plan.replicas.per_gpu > 0 and not plan.replicas.sleeps:
-        remedies.append("rollout.sleep=always")
-    if config.rollout.mode == "colocated":
-        remedies.append("rollout.mode=separate")
-    return f"try {', or '.join([*remedies, 'more GPUs'])}"
+def _remedy_lines(plan: MemoryPlan, config: Config, *, text_tokens: int) -> list[str]:
+    """Say with which settings it fits, which have been planned."""
+    remedy = find_remedy(plan, config, text_tokens=text_tokens)
+    if remedy is None:
+        most = max(MORE_GPUS) * plan.machine.world_size
+        return [
+            f"  no setting was found with which it fits, on up to {most} GPUs either; try "
+            "lora.rank=32, GPUs with more memory, or a smaller model"
+        ]
+
+    estimate = remedy.estimate
+    settings = " ".join(f"{key}={value}" for key, value in remedy.settings.items())
+    num_gpus = remedy.machine.world_size
+    more = f"--world-size {num_gpus} " if num_gpus > plan.machine.world_size else ""
+    worst = estimate.worst_phase
+    lines = [
+        f"> it fits with: {more}{settings}{' ' if settings else ''}{overrides(estimate)}",
+        f"  Its peak is {_gib(estimate.peak(worst))} GiB, in {worst}.",
+    ]
+    if "rollout.registry" in remedy.settings:
+        lines.append(
+            "  Replicas are then on other GPUs, and announce themselves in that folder: "
+            "`megadiff serve CONFIG.yaml …`"
+        )
+    return lines
 
 
 def _brief(reason: str) -> str:

@@ -108,7 +108,7 @@ def make_plan(
     estimates = []
     for placing in sorted(placings, key=lambda placing: _preference(placing, config, machine)):
         work = work_of(config, model, placing, machine, text_tokens)
-        estimates.append(_estimate(config, model, placing, work, replicas, machine))
+        estimates.append(estimate_placing(config, model, placing, work, replicas, machine))
 
     return MemoryPlan(
         model=model,
@@ -132,7 +132,7 @@ def plan_configured(
     model = _trained_shape(config, adapter)
     replicas = size_replicas(config, model, machine, text_tokens=text_tokens)
     work = work_of(config, model, placing, machine, text_tokens)
-    return _estimate(config, model, placing, work, replicas, machine)
+    return estimate_placing(config, model, placing, work, replicas, machine)
 
 
 def _trained_shape(config: Config, adapter: ModelAdapter) -> ModelShape:
@@ -190,7 +190,7 @@ def _preference(placing: Placing, config: Config, machine: Machine) -> tuple[int
     )
 
 
-def _estimate(
+def estimate_placing(
     config: Config,
     model: ModelShape,
     placing: Placing,

@@ -44,11 +44,23 @@ def answers(run: RunRecord, ends: Verdict | None) -> list[PageAnswer]:
 
 
 def _did_it_work(run: RunRecord, ends: Verdict) -> PageAnswer:
-    if run.heldout is not None:
-        mark, sentence = _heldout_change(run.heldout)
-    else:
+    question = "Did it work?"
+    if run.heldout is None:
         mark, sentence = _change_in_training(ends)
-    return PageAnswer(question="Did it work?", mark=mark, sentences=[sentence])
+        return PageAnswer(question=question, mark=mark, sentences=[sentence])
+
+    evaluation = run.heldout.evaluation
+    leading = leading_reward(evaluation, run.untrained)
+    if leading not in run.heldout.reward_names:
+        sentence = "Held-out samples were scored by other rewards before and after."
+        return PageAnswer(question=question, mark=UNSURE, sentences=[sentence])
+
+    mark, sentence = _heldout_change(run.heldout, leading)
+    sentences = [sentence]
+    for name in run.heldout.reward_names:
+        if name in run.untrained and evaluation.is_share(name):
+            sentences.append(f"Watched, not trained on: {_amount(run.heldout, name)}.")
+    return PageAnswer(question=question, mark=mark, sentences=sentences)
 
 
 def _change_in_training(ends: Verdict) -> tuple[str, str]:
@@ -62,24 +74,24 @@ def _change_in_training(ends: Verdict) -> tuple[str, str]:
     return (GOOD, f"Yes: {change}.") if is_better else (BAD, f"No: {change}.")
 
 
-def _heldout_change(heldout: Comparison) -> tuple[str, str]:
+def _heldout_change(heldout: Comparison, reward: str) -> tuple[str, str]:
     """Return the mark and the sentence for what training did to held-out samples."""
-    reward = leading_reward(heldout.evaluation)
-    if reward not in heldout.reward_names:
-        return UNSURE, "Held-out samples were scored by other rewards before and after."
+    gain = heldout.difference(reward)
+    num_samples = len(heldout.evaluation.samples)
+    sentence = f"{_amount(heldout, reward)}, on {num_samples} held-out samples from the same noise."
+    if not gain.is_clear:
+        return UNSURE, f"Not that it shows: {sentence}"
+    return (GOOD, f"Yes: {sentence}") if gain.mean > 0 else (BAD, f"No: {sentence}")
+
+
+def _amount(heldout: Comparison, reward: str) -> str:
+    """Write `+21.2 points of shapes_strict, 95 % interval +18.8 to +23.7`."""
     gain = heldout.difference(reward)
     form = RewardFormat(heldout.evaluation.is_share(reward))
     unit = " points" if form.is_share else ""
     amount = f"{form.gain(gain.mean)}{unit}".replace("-", "−")
     interval = form.interval(gain).replace("-", "−")
-    num_samples = len(heldout.evaluation.samples)
-    sentence = (
-        f"{amount} of {reward}, 95 % interval {interval}, on {num_samples} held-out samples from "
-        "the same noise."
-    )
-    if not gain.is_clear:
-        return UNSURE, f"Not that it shows: {sentence}"
-    return (GOOD, f"Yes: {sentence}") if gain.mean > 0 else (BAD, f"No: {sentence}")
+    return f"{amount} of {reward}, 95 % interval {interval}"
 
 
 def _can_it_be_trusted(run: RunRecord, *, has_reward: bool) -> PageAnswer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megadiff.observe.evaluation import Comparison, Evaluation
@@ -92,9 +92,13 @@ def reward_sentence(comparison: Comparison, reward: str, subject: str, **words: 
     return change_sentence(subject, first, last, gain=gain.mean, is_clear=gain.is_clear, **words)
 
 
-def leading_reward(evaluation: Evaluation) -> str:
-    """Return the first reward that is only 0 or 1, an accuracy; without one the first of all."""
+def leading_reward(evaluation: Evaluation, untrained: Collection[str] = ()) -> str:
+    """Return the reward that is told first: a trained one before those of weight 0.
+
+    Among them the first that is only 0 or 1, an accuracy; without one the first of all.
+    """
     names = evaluation.reward_names
+    names = [name for name in names if name not in untrained] or names
     return next((name for name in names if evaluation.is_share(name)), names[0])
 
 

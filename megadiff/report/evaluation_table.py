@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megadiff.observe.evaluation import Comparison, Difference, Evaluation, MeanEstimate
 from megadiff.observe.metrics import format_number
+from megadiff.process.words import counted
 
 ALL = "all"  # the row over all tasks
 MIN_NAME_WIDTH = 20  # columns, so that the tables of several rewards line up
@@ -74,9 +75,11 @@ def to_text(evaluation: Evaluation, comparison: Comparison | None = None) -> str
 def settings_text(evaluation: Evaluation) -> str:
     """Describe in one line which weights drew which samples, and how."""
     step = f"step {evaluation.step}, " if evaluation.step else ""
+    samples = counted(len(evaluation.samples), "sample")
+    prompts = counted(evaluation.num_prompts, "prompt")
+    steps = counted(evaluation.num_inference_steps, "step")
     return (
-        f"{step}{len(evaluation.samples)} samples of {evaluation.num_prompts} prompts, "
-        f"{evaluation.size_text}, {evaluation.num_inference_steps} steps{_guidance(evaluation)}, "
+        f"{step}{samples} of {prompts}, {evaluation.size_text}, {steps}{_guidance(evaluation)}, "
         f"seed {evaluation.seed}"
     )
 

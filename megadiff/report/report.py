@@ -6,14 +6,14 @@ What is missing (metrics, samples, config) is left out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
 
-from megadiff.observe.evaluation import Comparison, Evaluation
+from megadiff.observe.evaluation import Comparison
 from megadiff.observe.metrics import (
     LOSS,
     STAGES,
@@ -80,11 +80,12 @@ def section_keys(keys: Sequence[str]) -> dict[str, list[str]]:
 
 
 def headline(run: RunRecord, ends: Verdict | None) -> str:
-    """Say in one sentence what the run achieved: in held-out accuracy, else in reward or loss."""
+    """Say in one sentence what the run achieved: in a trained reward held out, else in training."""
     if not run.last_step:
         return "No step is finished yet."
-    if accuracy := accuracy_headline(run.heldout):
-        return accuracy
+    held_out = held_out_headline(run.heldout, untrained=run.untrained)
+    if held_out is not None:
+        return held_out
     if ends is None:
         return "Neither reward nor loss has been recorded."
 
@@ -97,15 +98,17 @@ def headline(run: RunRecord, ends: Verdict | None) -> str:
     return change_sentence(name.capitalize(), first, last, gain=ends.gain, is_clear=ends.is_clear)
 
 
-def accuracy_headline(heldout: Comparison | None) -> str | None:
-    """Say in one sentence what the first 0/1 reward did; None without one."""
+def held_out_headline(heldout: Comparison | None, *, untrained: Collection[str] = ()) -> str | None:
+    """Say in one sentence what the leading trained reward did; None without a comparison of it."""
     if heldout is None:
         return None
-    reward = leading_reward(heldout.evaluation)
-    if reward not in heldout.reward_names:
+    reward = leading_reward(heldout.evaluation, untrained)
+    if reward in untrained or reward not in heldout.reward_names:
         return None
-    form = reward_format([heldout.baseline, heldout.evaluation], reward)
-    return reward_sentence(heldout, reward, "Held-out accuracy") if form.is_share else None
+    is_share = reward_format([heldout.baseline, heldout.evaluation], reward).is_share
+    return reward_sentence(
+        heldout, reward, "Held-out accuracy" if is_share else f"Held-out {reward}"
+    )
 
 
 def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
@@ -113,7 +116,7 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
     rows = run.rows
     tiles = []
     if run.evaluations:
-        tiles.append(_heldout_tile(run.evaluations[-1][1], run.heldout))
+        tiles.append(_heldout_tile(run))
 
     if ends is not None and ends.key == LOSS:
         detail = f"mean of {ends.window}, from {pretty_number(ends.first)}"
@@ -148,9 +151,11 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
     return tiles
 
 
-def _heldout_tile(last: Evaluation, heldout: Comparison | None) -> Tile:
+def _heldout_tile(run: RunRecord) -> Tile:
     """Return the last evaluation's leading reward, with its change where there is one."""
-    reward = leading_reward(last)
+    _, last = run.evaluations[-1]
+    heldout = run.heldout
+    reward = leading_reward(last, run.untrained)
     form = RewardFormat(last.is_share(reward))
     mean = last.estimate(reward)
     detail = f"95 %: {form.interval(mean)}"

@@ -52,6 +52,12 @@ class RunRecord:
         return None if number is None else int(number)
 
     @property
+    def untrained(self) -> set[str]:
+        """Return the rewards of weight 0, which are logged and evaluated only."""
+        rewards = {name: args for name, args in self.config.get("reward", {}).items() if args}
+        return {name for name in rewards if config_number(rewards, name, "weight") == 0}
+
+    @property
     def is_finished(self) -> bool:
         return self.num_steps is not None and self.last_step >= self.num_steps
 

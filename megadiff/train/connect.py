@@ -180,6 +180,12 @@ def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
             f"{who} does not say how it computes; start it with this version of megadiff"
         )
 
+    dtype = config.model.dtype
+    if arithmetic.get("dtype") != dtype:
+        raise ValueError(
+            f"{who} holds weights in {arithmetic.get('dtype')}, the run has model.dtype={dtype}; "
+            f"restart it with --dtype {dtype}, or set model.dtype to the replica's"
+        )
     for key in ("rollout.fp8", "model.float32_streams"):
         value = attrgetter(key)(config)
         switch = key.partition(".")[2]

@@ -13,6 +13,7 @@ from megadiff.config.load import to_dict
 from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
+from megadiff.process.words import counted
 from megadiff.train.components import describe_components
 from megadiff.train.replicas import replicas_per_node
 from megadiff.train.rows import rows_per_group, train_sampling
@@ -80,13 +81,14 @@ def node_lines(config: Config, *, world_size: int, ranks_per_node: int) -> list[
     for first in range(0, num_nodes * num_ranks, num_ranks):
         line = f"node {first // num_ranks}: torchrun starts ranks {first}-{first + num_ranks - 1}"
         if is_colocated:
-            line += f"; rank {first} starts {per_node} replicas (rollout.tp={rollout.tp})"
+            replicas = counted(per_node, "replica")
+            line += f"; rank {first} starts {replicas} (rollout.tp={rollout.tp})"
         lines.append(line)
 
     if is_sampled and not is_colocated:
-        count = rollout.num_replicas
+        replicas = counted(rollout.num_replicas, "replica")
         lines.append(
-            f"other nodes: you start {count} replicas (rollout.tp={rollout.tp}): "
+            f"other nodes: you start {replicas} (rollout.tp={rollout.tp}): "
             f"megadiff serve MODEL --host ADDRESS --port 0 --registry {rollout.registry}"
         )
     return lines

@@ -22,6 +22,7 @@ from megadiff.engines.base import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.conditioning import NEGATIVE
 from megadiff.parallel.collectives import agreed, all_reduce_max, raise_together
+from megadiff.process.words import counted
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.train.components import component_steps
 from megadiff.train.log_probs import log_probs
@@ -104,7 +105,8 @@ def check(
     gaps = all_reduce_max(gaps, mesh.cpu_group)
     summary = "  ".join(f"{key} {gap:.2e}" for key, gap in gaps.items())
     num_groups = sum(len(call.prompts) for call in calls)
-    logger.info("parity with %d replicas, %d groups: %s", num_replicas, num_groups, summary)
+    compared = f"{counted(num_replicas, 'replica')}, {counted(num_groups, 'group')}"
+    logger.info("parity with %s: %s", compared, summary)
 
     # not where the gap was found: the other ranks would wait in the next replica's call
     if problem and config.parity.mode == "warn":

@@ -83,14 +83,12 @@ def test_a_replica_that_computes_otherwise_is_refused(trainer, broken):
         "rollout.mode=separate",
         f"rollout.registry={registry}",
         "model.dtype=bfloat16",
-        "model.float32_streams=true",
     )
     assert result.code == 1
     assert (
-        "has float32_streams=False, the run model.float32_streams=True; start it with "
-        "--float32-streams" in result.stderr
+        "holds weights in float32, the run has model.dtype=bfloat16; restart it with "
+        "--dtype bfloat16, or" in result.stderr
     )
-    assert "or set model.float32_streams=false" in result.stderr
 
 
 def test_warn_trains_all_the_same(trainer, broken):

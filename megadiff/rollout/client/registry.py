@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megadiff.process.words import counted
 from megadiff.rollout.client.client import (
     HEALTH_TIMEOUT_S,
     UNUSABLE,
@@ -99,9 +100,11 @@ def wait_until_announced(
 
             elapsed = time.monotonic() - start_s
             if len(healthy) >= count and waiting.has_asked_all():
-                logger.info("%d replicas healthy after %.1f s", count, elapsed)
+                logger.info("%s healthy after %.1f s", counted(count, "replica"), elapsed)
                 if len(healthy) > count:
-                    text = "%d replicas are healthy in %s; beyond rollout.num_replicas=%d they join"
+                    text = (
+                        "%d replicas are healthy in %s; those beyond rollout.num_replicas=%d join"
+                    )
                     logger.info(text, len(healthy), registry, count)
                 return healthy[:count]
 

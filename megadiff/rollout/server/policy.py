@@ -191,5 +191,7 @@ def _check_same(name: str, row: TensorRow, expected: TensorRow) -> None:
     # JSON's 128.0 and true equal integers, but are no sizes further on.
     if row != expected or any(type(size) is not int for size in row["shape"]):
         raise Refused(
-            400, f"{name} comes as {row}, the pipeline holds {expected}; send that dtype and shape"
+            400,
+            f"{name} comes as {row}, the pipeline holds {expected}; send that dtype and shape, or "
+            "start the replica with the --dtype of the run's model.dtype",
         )

@@ -67,7 +67,11 @@ def _add_rollout(app: FastAPI, replica: Replica) -> None:
             "in_flight": replica.load.num_calls,
             "outstanding": replica.load.num_samples,
             # A trainer that computes otherwise would see a parity gap without a cause.
-            "arithmetic": {"fp8": spec.fp8, "float32_streams": spec.float32_streams},
+            "arithmetic": {
+                "dtype": spec.dtype,
+                "fp8": spec.fp8,
+                "float32_streams": spec.float32_streams,
+            },
             "vllm_omni": version("vllm-omni"),
         }
 

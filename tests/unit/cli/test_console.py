@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,20 @@ import time
 import psutil
 import pytest
 
+from megadiff.cli.console import SHOW_ALL
+
+NOISE = """
+import logging, warnings
+from megadiff.cli.console import quiet_imports
+quiet_imports()
+logging.basicConfig()
+logger = logging.getLogger("transformers.configuration_utils")
+logger.warning("`torch_dtype` is deprecated! Use `dtype` instead!")
+logger.warning("another thing")
+logger.error("`torch_dtype` is deprecated, and this is an error")
+warnings.warn("FSDP2-wrapped module (FSDPModel) returned a view tensor. An in-place", UserWarning)
+warnings.warn("something new", UserWarning)
+"""
 CRASH = """
 import os, signal
 from megadiff.cli import main as command
@@ -24,6 +39,18 @@ def test_a_crash_below_python_shows_where_it_was() -> None:
     )
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stderr and "in entry" in done.stderr
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_known_notes_of_libraries_are_silent_unless_asked_for(shown: bool) -> None:
+    environment = os.environ | {SHOW_ALL: "1" if shown else ""}
+    done = subprocess.run(
+        [sys.executable, "-c", NOISE], capture_output=True, text=True, check=True, env=environment
+    )
+    assert ("use `dtype` instead" in done.stderr.lower()) == shown
+    assert ("returned a view tensor" in done.stderr) == shown
+    for text in ("another thing", "this is an error", "something new"):
+        assert text in done.stderr
 
 
 @pytest.mark.parametrize(("own_session", "stays"), [(False, False), (True, True)])

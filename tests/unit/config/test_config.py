@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from megadiff.algorithms import build_algorithm
-from megadiff.config.load import ConfigError, load_config, save_config, to_dict
+from megadiff.config.load import ConfigError, all_keys, load_config, save_config, to_dict
+from megadiff.config.synonyms import SYNONYMS
 from megadiff.config.validate import _check_rollout, sleeps, validate
+from megadiff.data.prompts import load_prompts
 from megadiff.train.check_algorithm import check_algorithm
 from tests.shipped import shipped_files
 
@@ -63,6 +65,11 @@ def test_saved_config_loads_to_the_same(base, tmp_path):
             "algorithm.global_std=false",
             "it is now algorithm.advantage: true is global, false is group",
         ),
+        ("optim.learning_rate=1e-4", "unknown key optim.learning_rate; here it is optim.lr"),
+        ("train.batch_size=8", "here it is train.prompts_per_step, each with algorithm.group_size"),
+        ("epochs=8", "here it is train.num_steps"),
+        ("reward.colour=null", "reward.colour is null, .* has color; did you mean reward.color?"),
+        ("judge.qwen=null", "judge.qwen is null, which removes it, .* has none; leave it out"),
         ("reward.color.wieght=2", "did you mean reward.color.weight"),
         ("train.num_steps=abc", "train.num_steps: Value 'abc'"),
         ("seed=1.5", "seed: Value '1.5'"),
@@ -78,6 +85,37 @@ def test_saved_config_loads_to_the_same(base, tmp_path):
 def test_mistakes_are_named(base, override, text):
     with pytest.raises(ConfigError, match="(?s)" + text.replace("[", r"\[")):
         load_config([base, override])
+
+
+def test_null_removes_a_reward_that_an_earlier_layer_brought(base, tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("reward: {color: null, text: {type: ocr}}")
+    assert list(load_config([base, str(mine)]).reward) == ["text"]
+
+    again = load_config([base, "reward.color.weight=3", "reward.color=null", "reward.color.type=x"])
+    assert (again.reward["color"].type, again.reward["color"].weight) == ("x", 1.0)
+
+    with pytest.raises(ConfigError, match="no reward is configured"):
+        validate(load_config([base, "reward.color=null"]), dp=1)
+
+
+def test_paths_are_relative_to_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/mine.yaml").write_text(BASE)
+    (tmp_path / "prompts.txt").write_text("a cat\n\n# a hash\n")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["configs/mine.yaml"])
+    prompts = load_prompts(config.data.prompts, max_chars=config.data.max_prompt_chars)
+    assert [prompt.text for prompt in prompts] == ["a cat", "# a hash"]
+
+
+def test_synonyms_are_no_keys_and_lead_to_some():
+    # train.batch_size is nobody's key, though rollout.batch_size is one.
+    leaves = {key.rpartition(".")[2] for key in all_keys() if key != "rollout.batch_size"}
+    assert not leaves & set(SYNONYMS)
+    for advice in SYNONYMS.values():
+        dotted = re.findall(r"[a-z]+\.[a-z_0-9]+", advice)
+        assert set(dotted or [advice]) <= set(all_keys()), advice
 
 
 def test_what_the_user_must_give(tmp_path):

@@ -26,6 +26,7 @@ from tests.unit.convert.conversions import (
     write_checkpoint,
 )
 
+CONVERTING = Path(__file__).parents[3] / "docs/converting.md"
 LAYOUTS = [("megatron", "--tp", n) for n in (1, 2, 4)] + [("fsdp", "--dp", n) for n in (1, 2, 3)]
 
 
@@ -190,8 +191,39 @@ def test_what_is_exported_draws_the_same_images(tiny_model: Path, tmp_path: Path
     assert torch.equal(first, second) and first.std() > 0
 
 
+def test_a_trained_export_has_a_card_of_its_own_and_loads_as_that_says(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """In bfloat16: without torch_dtype the text encoder's embeddings are of another dtype."""
+    base = shutil.copytree(tiny_model, tmp_path / "Base-Model")
+    (base / "README.md").write_text("The best model.")
+    (base / "LICENSE").write_text("Terms.")
+    state = policy_state(base, {"model": 1.0})
+    checkpoint = write_checkpoint(tmp_path / "run/checkpoints/step_000007", state, base)
+
+    out = tmp_path / "out"
+    assert run(checkpoint, out, "--dtype", "bfloat16", "--verify") == 0
+    assert (out / "LICENSE").read_text() == "Terms."
+    card = (out / "README.md").read_text()
+    assert "best model" not in card and "| base | `Base-Model` |" in card
+    assert "| steps | 7 |" in card and "| trained | whole weights |" in card
+
+    line = next(line for line in card.splitlines() if line.startswith("pipeline = "))
+    assert line in CONVERTING.read_text().replace('"out"', '"FOLDER"')
+    names = {"DiffusionPipeline": DiffusionPipeline, "torch": torch}
+    exec(line.replace("FOLDER", str(out)), names)
+    assert _image_of(names["pipeline"]).isfinite().all()
+
+    # Weights that nobody trained keep their own card.
+    assert run(base, tmp_path / "same") == 0
+    assert contents(tmp_path / "same") == contents(base)
+
+
 def _image(folder: Path) -> torch.Tensor:
-    pipeline = DiffusionPipeline.from_pretrained(folder)
+    return _image_of(DiffusionPipeline.from_pretrained(folder))
+
+
+def _image_of(pipeline: DiffusionPipeline) -> torch.Tensor:
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(1)
     settings = dict(

@@ -426,22 +426,34 @@ def test_nothing_fits(capsys):
     text = capsys.readouterr().out
     assert "nothing fits. Nearest: engine.backend=" in text
     assert "GiB > 35.5 GiB in update: " in text and "activations" in text
-    assert (
-        "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or "
-        "rollout.mode=separate" in text
-    )
-    asked = ("engine.activation_memory_budget=0", "engine.offload=never")
-    assert main([*arguments, *asked]) == 1
+    hint = re.search("^> it fits with: (.*)$", text, re.M)[1]
+    assert "--world-size 16 " in hint and "rollout.mode=separate" in hint
+
+    # Followed, it fits, and the layout that it names is the one to take.
+    assert main(["plan", RECIPE, MODEL, "--gpu", "a100-40", "--json", *hint.split()]) == 0
+    followed = json.loads(capsys.readouterr().out)
+    assert followed["config"] == followed["pick"]
+
+
+def test_replicas_over_two_gpus_are_tried(capsys):
+    """The transformer's weights alone leave no memory beside a trainer's share."""
+    asked = ["train.microbatch_size=4", "engine.activation_memory_budget=0"]
+    arguments = ["plan", RECIPE, MODEL, "--world-size", "8", "--memory-gib", "60", *asked]
+    assert main(arguments) == 1
     text = capsys.readouterr().out
-    assert "GiB > 35.5 GiB in rollout: " in text and "replica at work" in text
-    assert "try engine.offload=auto, or nodes with more host memory, or rollout.mode=sep" in text
-    assert main([*arguments, *SEPARATE, "engine.activation_memory_budget=0.15"]) == 1
+    assert "GiB > 54.0 GiB in rollout: " in text and "replica at work" in text
+    hint = re.search("^> it fits with: (.*)$", text, re.M)[1]
+    assert hint.startswith("rollout.tp=2 engine.backend=")
+    assert main([*arguments, *hint.split()]) == 0
+    assert "* is what the config asks for" not in capsys.readouterr().out
+
+
+def test_layouts_that_cannot_run_share_a_line(capsys):
+    z_image = str(ROOT / "configs/recipes/z_image_base_flowgrpo_4xh200.yaml")
+    assert main(["plan", z_image, "--world-size", "8"]) == 0
     text = capsys.readouterr().out
-    assert "GiB > 35.5 GiB in update: " in text and "activations" in text
-    assert (
-        "try train.microbatch_size below 16, or engine.activation_memory_budget=0, or more GPUs"
-        in text
-    )
+    assert "  and 8 layouts that cannot run: sp*tp = 8 does not divide the model's 30 heads" in text
+    assert text.count("does not divide the model's") == 2
 
 
 @pytest.mark.parametrize(

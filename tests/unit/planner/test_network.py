@@ -255,7 +255,7 @@ def test_a_dry_run_says_the_same(tiny_model, tmp_path, caplog, capsys, monkeypat
     )
     assert "parallel.dp_replicate=2 shards them within a node, fits, and sends" in caplog.text
     assert main([*arguments, "--gpus-per-node", "8", "run.device=cpu"]) == 0
-    assert "rank 8 starts 1 replicas" in json.loads(capsys.readouterr().out)["nodes"][1]
+    assert "rank 8 starts 1 replica " in json.loads(capsys.readouterr().out)["nodes"][1]
     assert main([*arguments, "--gpus-per-node", "8", "parallel.sp=4"]) == 0
     capsys.readouterr()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

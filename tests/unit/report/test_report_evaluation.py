@@ -2,13 +2,14 @@ import re
 from dataclasses import replace
 
 import pytest
+import yaml
 from synthetic_run import PROMPTS, TASKS, eval_metrics_of, evaluation_of, section_of, write_run
 
 from megadiff.observe.evaluation import Comparison, evaluation_folder, write_evaluation
 from megadiff.observe.heldout import compare_ends, read_evaluations
 from megadiff.observe.trackers import build_trackers
 from megadiff.report.evaluation_page import leading_reward
-from megadiff.report.report import accuracy_headline, write_report
+from megadiff.report.report import held_out_headline, write_report
 
 
 def page_of(folder) -> str:
@@ -79,7 +80,7 @@ def test_one_evaluation_is_shown_alone(tmp_path, steps, words):
 
 def test_a_change_within_its_interval_is_called_noise():
     before, after = evaluation(0), evaluation(60)
-    assert accuracy_headline(Comparison(evaluation=before, baseline=after)) == (
+    assert held_out_headline(Comparison(evaluation=before, baseline=after)) == (
         "Held-out accuracy fell from 76.0 % to 47.0 %."
     )
     flipped = [
@@ -88,13 +89,26 @@ def test_a_change_within_its_interval_is_called_noise():
     ]
     barely = Comparison(evaluation=replace(before, samples=flipped), baseline=before)
     assert (
-        accuracy_headline(barely)
+        held_out_headline(barely)
         == "Held-out accuracy went from 47.0 % to 48.0 %: within the noise."
     )
-    assert accuracy_headline(None) is None
+    assert held_out_headline(None) is None
 
 
-def test_rewards_that_are_no_verdict_leave_the_headline_to_the_reward(tmp_path):
+def test_the_headline_is_of_a_reward_that_was_trained(tmp_path):
+    folder = write_run(tmp_path / "run", steps=60, evaluated=True)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["reward"]["shapes_strict"] = {"type": "strict", "weight": 0}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    page = page_of(folder)
+    assert "<h1>Held-out color rose from" in page
+    assert "Watched, not trained on: +29.0 points of shapes_strict" in page
+    config["reward"]["shapes_strict"]["weight"] = 0.5
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert "<h1>Held-out accuracy rose from" in page_of(folder)
+
+
+def test_a_held_out_reward_that_is_no_verdict_is_the_headline_by_its_name(tmp_path):
     folder = tmp_path / "run"
     write_run(folder, steps=30)
     for step in (0, 30):
@@ -104,7 +118,7 @@ def test_rewards_that_are_no_verdict_leave_the_headline_to_the_reward(tmp_path):
         ]
         write_evaluation(evaluation_folder(folder, step), replace(found, samples=plain), images)
     page = page_of(folder)
-    assert "<h1>Reward rose from" in page and "Held-out color</span><strong>0." in page
+    assert "<h1>Held-out color rose from" in page and "Held-out color</span><strong>0." in page
     assert "✓" not in page and leading_reward(replace(found, samples=plain)) == "color"
     assert "<p><b>0.8</b></p>" in page and "<p><b>0.4</b></p>" in page
 

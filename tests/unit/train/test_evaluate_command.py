@@ -127,6 +127,7 @@ def subject_of(*arguments, prompts=None, reward=(), num_samples=None, out=None, 
         num_samples=num_samples,
         out=out,
         baseline=baseline,
+        force=False,
     )
     return resolve(options, overrides)
 
@@ -159,6 +160,31 @@ def test_a_model_may_say_how_it_is_evaluated(tiny_model, tmp_path, prompts):
         ["jpeg_size"],
         3,
     )
+
+
+def test_prompts_named_here_go_before_those_of_a_file(tiny_model, tmp_path, prompts):
+    """Whichever of the two keys names them: the quickstart has eval.prompts."""
+    config = tmp_path / "quickstart.yaml"
+    config.write_text(yaml.safe_dump({"eval": {"prompts": "gone.txt"}}))
+    (tmp_path / "mine.txt").write_text("a red wall\n")
+    mine = str(tmp_path / "mine.txt")
+    for arguments in (
+        [f"data.prompts={mine}"],
+        [f"data.prompts={prompts}", f"eval.prompts={mine}"],
+    ):
+        _, plan = subject_of(tiny_model, config, *SIZE, *arguments, reward=["color"])
+        assert [prompt.text for prompt, _ in plan] == ["a red wall"]
+    _, plan = subject_of(
+        tiny_model, f"data.prompts={mine}", *SIZE, prompts=prompts, reward=["color"]
+    )
+    assert len(plan) == 6
+
+
+def test_an_earlier_evaluation_is_kept_unless_it_is_to_go(capsys, tiny_model, tmp_path, prompts):
+    (tmp_path / "evaluation.json").write_text("{}")
+    asked = [tiny_model, "--prompts", prompts, "--reward", "color", *SIZE, "--out", tmp_path]
+    assert f"{tmp_path} holds an earlier evaluation; keep it with" in refusal(capsys, *asked)
+    assert "no such file" in refusal(capsys, *asked, "--force", "--prompts", "gone.jsonl")
 
 
 def test_a_reward_of_the_config_keeps_its_arguments_and_ones_own_may_be_named(

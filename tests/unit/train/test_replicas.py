@@ -84,12 +84,16 @@ def test_fp8_weights_take_the_place_of_others_where_every_push_brings_all(fp8, s
     ("arithmetic", "told"),
     [
         (
-            {"fp8": True, "float32_streams": False},
+            {"dtype": "bfloat16", "fp8": True, "float32_streams": False},
             "has fp8=True, the run rollout.fp8=False; start it without --fp8, or set",
         ),
         (
-            {"fp8": False, "float32_streams": True},
+            {"dtype": "bfloat16", "fp8": False, "float32_streams": True},
             "start it without --float32-streams, or set model.float32_streams=true",
+        ),
+        (
+            {"dtype": "float32", "fp8": False, "float32_streams": False},
+            "in float32, the run has model.dtype=bfloat16; restart it with --dtype bfloat16, or",
         ),
         (None, "does not say how it computes; start it with this version"),
     ],
@@ -102,9 +106,8 @@ def test_replicas_that_compute_otherwise_are_refused(arithmetic, told):
     }
     with pytest.raises(ValueError, match=told):
         check_arithmetic(replica, _config(1))
-    check_arithmetic(
-        replica | {"health": {"arithmetic": {"fp8": False, "float32_streams": False}}}, _config(1)
-    )
+    alike = {"dtype": "bfloat16", "fp8": False, "float32_streams": False}
+    check_arithmetic(replica | {"health": {"arithmetic": alike}}, _config(1))
 
 
 def test_a_run_keeps_its_id_and_a_copy_has_another(tmp_path):

@@ -1,0 +1,145 @@
+"""Find settings with which a run fits that does not: each is planned before it is advised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megadiff.config.schema import Config
+from megadiff.planner.engine_memory import Placing
+from megadiff.planner.footprint import size_replicas
+from megadiff.planner.memory_plan import Estimate, MemoryPlan, estimate_placing, make_plan
+from megadiff.planner.work import Machine, work_of
+
+Settings = Mapping[str, object]  # key of the config → value
+MAX_LAYOUTS = 3  # with the smallest peaks; a try takes half a second
+MORE_GPUS = (2, 4, 8)  # times as many
+REGISTRY = "FOLDER"
+ROWS = "train.microbatch_size"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """Settings that make a layout fit, beside the layout's own keys. machine: with its GPUs."""
+
+    settings: Settings
+    estimate: Estimate
+    machine: Machine
+
+
+def find_remedy(plan: MemoryPlan, config: Config, *, text_tokens: int) -> Remedy | None:
+    """Return the cheapest settings that fit on these GPUs, else on more of them; None for none.
+
+    One setting is tried before several, and of several those that are not needed are left out.
+    """
+    tries = _Tries(plan, config, text_tokens)
+    steps = list(_steps(plan, config))
+    # Of microbatches only the smallest: the settings that win are refined afterwards.
+    together = [step for step in steps if step.get(ROWS, 1) == 1]
+    placings = _nearest(plan)
+
+    for step in steps:
+        if tries.fits(placings[0], [step], plan.machine):
+            return tries.remedy([step], plan.machine)
+    for placing in placings:
+        if tries.fits(placing, together, plan.machine):
+            needed = tries.needed(placing, together, plan.machine)
+            return tries.remedy(needed, plan.machine)
+
+    # More GPUs hold less each of what is sharded over data parallelism.
+    for times in MORE_GPUS:
+        machine = replace(plan.machine, world_size=times * plan.machine.world_size)
+        layout = placings[0].layout
+        larger = replace(layout, world_size=machine.world_size, dp=times * layout.dp)
+        placing = replace(placings[0], layout=larger)
+        if tries.fits(placing, together, machine):
+            return tries.remedy(tries.needed(placing, together, machine), machine)
+    return None
+
+
+def _nearest(plan: MemoryPlan) -> list[Placing]:
+    """Return the layouts that could run and miss by the least."""
+    possible = [estimate for estimate in plan.estimates if not estimate.obstacle]
+    possible.sort(key=lambda estimate: estimate.peak(estimate.worst_phase))
+    return [estimate.placing for estimate in possible[:MAX_LAYOUTS]]
+
+
+class _Tries:
+    """Plans layouts with changed settings. steps: settings, the cheapest first."""
+
+    def __init__(self, plan: MemoryPlan, config: Config, text_tokens: int) -> None:
+        self._model = plan.model
+        self._config = config
+        self._text_tokens = text_tokens
+
+    def fits(self, placing: Placing, steps: Sequence[Settings], machine: Machine) -> bool:
+        """Tell whether one layout fits."""
+        config = with_settings(self._config, steps)
+        replicas = size_replicas(config, self._model, machine, text_tokens=self._text_tokens)
+        work = work_of(config, self._model, placing, machine, self._text_tokens)
+        return estimate_placing(config, self._model, placing, work, replicas, machine).fits(machine)
+
+    def needed(
+        self, placing: Placing, steps: Sequence[Settings], machine: Machine
+    ) -> Sequence[Settings]:
+        """Leave out, the dearest first, every step without which the layout fits as well."""
+        for step in reversed(steps):
+            fewer = [other for other in steps if other is not step]
+            if self.fits(placing, fewer, machine):
+                steps = fewer
+
+        # The smallest microbatch was tried; the largest that fits is faster.
+        others = [step for step in steps if ROWS not in step]
+        if len(others) < len(steps):
+            for rows in _halves(self._config.train.microbatch_size):
+                if self.fits(placing, [*others, {ROWS: rows}], machine):
+                    return [*others, {ROWS: rows}]
+        return steps
+
+    def remedy(self, steps: Sequence[Settings], machine: Machine) -> Remedy | None:
+        """Return the settings with the layout that is preferred under them."""
+        config = with_settings(self._config, steps)
+        adapter = self._model.adapter
+        plan = make_plan(config, adapter, machine=machine, text_tokens=self._text_tokens)
+        settings = {key: value for step in steps for key, value in step.items()}
+        return Remedy(settings=settings, estimate=plan.pick, machine=machine) if plan.pick else None
+
+
+def with_settings(config: Config, steps: Sequence[Settings]) -> Config:
+    """Return the config with these keys set."""
+    for step in steps:
+        for key, value in step.items():
+            section, _, name = key.partition(".")
+            changed = replace(getattr(config, section), **{name: value})
+            config = replace(config, **{section: changed})
+    return config
+
+
+def _steps(plan: MemoryPlan, config: Config) -> Iterator[Settings]:
+    """Yield what may help, the cheapest first."""
+    rollout = config.rollout
+    machine = plan.machine
+    is_colocated = plan.replicas.per_gpu > 0
+    num_gpus = min(machine.world_size, machine.gpus_per_node)
+
+    # A replica's workers share its weights; its samples come a little later.
+    splits = plan.model.adapter.num_heads % 2 == 0 and num_gpus % 2 == 0
+    if is_colocated and rollout.tp == 1 and rollout.num_replicas == 0 and splits:
+        yield {"rollout.tp": 2}
+    if is_colocated and not plan.replicas.sleeps:
+        yield {"rollout.sleep": "always"}
+    if config.engine.offload == "never":
+        yield {"engine.offload": "auto"}
+    for rows in _halves(config.train.microbatch_size):
+        yield {ROWS: rows}
+    if config.engine.activation_memory_budget > 0:
+        yield {"engine.activation_memory_budget": 0}
+    if is_colocated:
+        yield {"rollout.mode": "separate", "rollout.registry": REGISTRY}
+
+
+def _halves(rows: int) -> Iterator[int]:
+    """Yield half of the rows, a quarter, … 1."""
+    while rows > 1:
+        rows //= 2
+        yield rows
