@@ -21,6 +21,8 @@ TOKENS, CHANNELS, SIDE = 4, 6, 8
 class StubFleet:
     """Answers the last request first: nothing may depend on the order in which groups arrive."""
 
+    replicas = ()
+
     def __init__(self) -> None:
         self.requests: list[RolloutRequest] = []
 

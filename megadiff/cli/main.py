@@ -35,6 +35,10 @@ COMMANDS = {  # name → (module that has its main(), what it does)
         "megadiff.cli.prompts",
         "bring a public prompt set into megadiff's format: import FORMAT SRC OUT.jsonl",
     ),
+    "stacks": (
+        "megadiff.cli.stacks",
+        "say what every rank and replica of a live run is doing, for one that hangs: RUN",
+    ),
     "report": ("megadiff.report.command", "write a run's report.html: RUN"),
 }
 

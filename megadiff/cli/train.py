@@ -38,6 +38,8 @@ from megadiff.parallel.mesh import (
 )
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.lifeline import kill_children, launcher_pid, watch
+from megadiff.process.stacks import FOLDER as STACKS
+from megadiff.process.stacks import announce
 from megadiff.process.title import set_title
 from megadiff.train.build import build_run, build_sft_run, collective_timeout_s
 from megadiff.train.check import check
@@ -125,6 +127,8 @@ def train_rank(config: Config, *, world_size: int) -> None:
             files = StopFiles(run_folder(config))
             files.begin()
             building.requests.files = files
+        # before ranks wait for one another, which is where runs hang
+        announce(run_folder(config) / STACKS, f"rank_{os.environ.get('RANK', '0')}")
 
         mesh = init_mesh(layout, config.run.device, timeout_s=collective_timeout_s(config))
         if mesh.device.type == "cpu" and "LOCAL_WORLD_SIZE" in os.environ:

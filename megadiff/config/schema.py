@@ -259,6 +259,17 @@ class ParityConfig:
 
 
 @dataclass
+class ObserveConfig:
+    """Say what is looked at more closely than the figures of every step."""
+
+    profile_steps: list[int] = key(
+        [],
+        "These steps are traced with torch's profiler, into profile/ of the run's folder.",
+        at_least=1,
+    )
+
+
+@dataclass
 class Config:
     """Set what belongs to no section."""
 
@@ -279,6 +290,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
     track: list[str] = key(
         ["tensorboard"], "Metrics go to these trackers as well as to metrics.jsonl."
     )

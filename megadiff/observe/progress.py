@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def step_summary(metrics: Mapping[str, float]) -> str:
-    """Write a step's reward, or without one its loss, and its seconds per stage."""
+    """Write a step's reward, or without one its loss, its seconds per stage, and its speed."""
     parts = []
     if "reward/mean" in metrics:
         parts.append(f"reward {format_number(metrics['reward/mean'])}")
@@ -35,7 +35,21 @@ def step_summary(metrics: Mapping[str, float]) -> str:
         if seconds is not None:
             parts.append(f"{stage} {format_number(seconds)}s")
 
-    return "  ".join(parts)
+    return "  ".join(parts + _speed(metrics))
+
+
+def _speed(metrics: Mapping[str, float]) -> list[str]:
+    """Return samples a second, and MFU of rollout / training, or TFLOP/s without a known peak."""
+    parts = []
+    if "perf/samples_per_s" in metrics:
+        parts.append(f"{format_number(metrics['perf/samples_per_s'])} samples/s")
+    for kind, factor, unit in (("mfu", 100, "% MFU"), ("tflops", 1, "TFLOP/s")):
+        rates = [metrics.get(f"perf/{kind}_{stage}") for stage in ("rollout", "train")]
+        shown = [format_number(factor * rate) for rate in rates if rate is not None]
+        if shown:
+            parts.append(f"{'/'.join(shown)} {unit}")
+            break
+    return parts
 
 
 class ProgressBar:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from megadiff.observe.metrics import stage_key
 
@@ -21,6 +22,8 @@ class Timers:
         self._seconds: dict[str, float] = {}
         # Names; replaced as a whole, as another thread may look at it.
         self.running: frozenset[str] = frozenset()
+        # Entered around each stage by who traces a step; observe/profile.py sets it.
+        self.mark: Callable[[str], AbstractContextManager[Any]] | None = None
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -35,7 +38,8 @@ class Timers:
         # Steady, unlike time.time(), which an NTP correction moves.
         start_s = time.perf_counter()
         try:
-            yield
+            with self.mark(name) if self.mark else nullcontext():
+                yield
         finally:
             self.running -= {name}
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start_s

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from megadiff.observe.alarm import Alarm
 from megadiff.observe.evaluation import EVALUATIONS
 from megadiff.observe.metrics import check_keys, parse_row, read_rows, step_of
+from megadiff.observe.prometheus import PromTracker
 from megadiff.observe.samples import SAMPLES, SampleRecord, frame_strip, sample_grid, save_samples
 from megadiff.observe.step_folders import drop_steps_after
 from megadiff.observe.text_files import read_lines, write_whole
@@ -234,5 +235,6 @@ def build_trackers(
     wanted = dict.fromkeys(["jsonl", *names])
     built = [TRACKERS[name](run_folder, config=config, resume_step=resume_step) for name in wanted]
     # After the folder's tracker, which has dropped the rows of later steps.
+    built.append(PromTracker(run_folder))
     built.append(Alarm(run_folder, config=config, rows=read_rows(run_folder / METRICS_NAME)))
     return Trackers(built, last_step=resume_step or BEFORE_ALL)

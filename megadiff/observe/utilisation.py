@@ -21,6 +21,7 @@ PEAK_TFLOPS = {
 # dense FP8 products to bfloat16's, in the same data sheets
 FP8_SPEED = 2
 STAGES = {"rollout": "time/rollout_s", "train": "time/train_s"}
+IMAGES = "perf/images"  # of a step: pictures, frames of videos
 
 
 def peak_tflops(device: torch.device) -> float | None:
@@ -40,10 +41,15 @@ def utilisation(
     second) and, where the peak is known, perf/mfu_* from 0 to 1, of bfloat16's peak. What is
     computed twice, such as activations or old log_probs, is no work of the model and does not
     count. in_fp8: stages that multiply in FP8; they have perf/mfu_fp8_* as well, of FP8's peak.
+    perf/tokens_{rollout,train} of all devices become perf/tokens_per_s_*, and perf/images those a
+    second of rollout.
     """
     rated = dict(metrics)
     for stage, seconds in STAGES.items():
         work = rated.pop(f"perf/tflop_{stage}", None)
+        tokens = rated.pop(f"perf/tokens_{stage}", None)
+        if tokens is not None and metrics.get(seconds):
+            rated[f"perf/tokens_per_s_{stage}"] = tokens / metrics[seconds]
         if work is None or not metrics.get(seconds):
             continue
 
@@ -52,4 +58,8 @@ def utilisation(
             rated[f"perf/mfu_{stage}"] = work / metrics[seconds] / peak
             if stage in in_fp8:
                 rated[f"perf/mfu_fp8_{stage}"] = rated[f"perf/mfu_{stage}"] / FP8_SPEED
+
+    images = rated.pop(IMAGES, None)
+    if images is not None and metrics.get(STAGES["rollout"]):
+        rated["perf/images_per_s"] = images / metrics[STAGES["rollout"]]
     return rated

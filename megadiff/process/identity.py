@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # it takes seconds, and most who ask need none of it
+    import torch
 
 
 def host_name() -> str:
@@ -27,4 +29,6 @@ def device_name(device: torch.device) -> str:
     """Return cpu, or the GPU's uuid: processes may number the same GPUs differently."""
     if device.type == "cpu":
         return "cpu"
+    import torch
+
     return f"cuda:{torch.cuda.get_device_properties(device).uuid}"

@@ -46,6 +46,7 @@ from megadiff.report.page import TEMPLATES, Section, Tile, change_sentence, writ
 from megadiff.report.pictures import comes_again, pick_rows, strips
 from megadiff.report.rewards_section import rewards_parts
 from megadiff.report.run_record import CONFIG_NAME, RunRecord, read_run
+from megadiff.report.speed import charted, speed_table
 
 logger = logging.getLogger(__name__)
 
@@ -307,7 +308,7 @@ def write_report(run_folder: Path) -> Path:
         "Rewards": rewards_parts(run.rows, run.config, run.samples),
         HELD_OUT: _heldout_parts(run),
         OVER_TIME: _over_time_parts(run),
-        TIME: {"charts": (), "time": stage_times(run.rows)},
+        TIME: {"charts": (), "time": stage_times(run.rows), "table": speed_table(run.rows)},
         "What happened": events_parts(run.events),
         "Config": {
             "config": run.config_text,
@@ -316,7 +317,7 @@ def write_report(run_folder: Path) -> Path:
     }
 
     sections = []
-    for name, keys in section_keys(metric_keys(run.rows)).items():
+    for name, keys in section_keys(charted(metric_keys(run.rows))).items():
         section = {
             "title": name,
             "lead": TEXTS["sections"][name]["lead"],

@@ -53,6 +53,7 @@ class ReplicaSpec:
         key="sync.folder",
     )
     tp: int = _flag("workers (GPUs) that share the transformer's weights", 1, key="rollout.tp")
+    stacks: Path | None = _flag("a run's folder stacks/, for `megadiff stacks`", None)
     parent_pid: int | None = _flag("exit when this process does", None)
     compile: bool = _flag("torch.compile the transformer's blocks", False, key="rollout.compile")
     fp8: bool = _flag(

@@ -18,10 +18,11 @@ from pathlib import Path
 from megadiff.data.sampler import PromptSampler
 from megadiff.engines.base import Engine
 from megadiff.observe.timers import Timers
-from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums
+from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums, gather_json
 from megadiff.rewards.score import TOTAL, Scorer
 from megadiff.train.batch_files import StepSamples, drop_incomplete, identity, write_batch
 from megadiff.train.components import step_samplings
+from megadiff.train.replica_figures import replica_figures
 from megadiff.train.run_replicas import RunReplicas
 from megadiff.train.sampling import Draw, Rewards, group_requests, sample_and_score, share
 from megadiff.types import Figures, PromptBatch, RolloutGroup, RolloutRequest
@@ -110,6 +111,7 @@ class BatchSource:
         # Version of the engine's weights, None where it is the one that draws.
         self._newest: int | None = None
         self._hidden_s = 0.0  # of the last draw, while other things were done
+        self._replica_figures: Figures = {}  # of the last draw
         self._position_before: dict[str, int | str] = {}  # the last batch of prompts
 
     def take(self, step: int) -> tuple[StepSamples, Figures]:
@@ -144,6 +146,8 @@ class BatchSource:
             figures["rollout/staleness"] = self._staleness(samples)
             figures["time/hidden_s"] = self._hidden_s
             self._hidden_s = 0.0
+        figures |= self._replica_figures
+        self._replica_figures = {}
         return samples, figures
 
     def settle(self) -> None:
@@ -258,6 +262,7 @@ class BatchSource:
         drawn_s = self._timers.take_over(self._draw_timers)
         self._hidden_s = max(0.0, drawn_s - waited_s)
         self._next = replace(_samples(draw), groups=groups, rewards=rewards)
+        self._replica_figures = replica_figures(gather_json(draw.work(), self._mesh.cpu_group))
         self._draw = None
         return self._next
 

@@ -25,6 +25,8 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.observe.device_memory import DeviceMemory
 from megadiff.observe.evaluation import evaluation_folder, write_evaluation
 from megadiff.observe.events import Events
+from megadiff.observe.power import power_meter
+from megadiff.observe.profile import StepProfile
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers, build_trackers
@@ -42,6 +44,7 @@ from megadiff.train.evaluate import eval_metrics, evaluate, spread
 from megadiff.train.judges import Judges, launch_judges
 from megadiff.train.loop import Run
 from megadiff.train.record import Recorder, used_bytes
+from megadiff.train.replica_traces import traced_replicas
 from megadiff.train.replicas import launch
 from megadiff.train.rescue import Rescue
 from megadiff.train.rows import rows_per_group
@@ -108,6 +111,8 @@ def build_run(
         engine, replicas, scorer, rest_after=rest_after, settle=batches.settle
     )
     parts = build_parts(engine, checkpoints, progress, evaluation, events, stack, timers=timers)
+    if processes:  # the node's, which end with this rank
+        parts.recorder.profile.beside = partial(traced_replicas, replicas.fleet)
     return Run(**vars(parts), replicas=replicas, prompts=sampler, batches=batches)
 
 
@@ -286,7 +291,24 @@ def _build_recorder(
     memory = None
     if mesh.device.type == "cuda":
         memory = stack.enter_context(DeviceMemory(timers, partial(used_bytes, mesh.device)))
-    return Recorder(trackers, bar, config, mesh, evaluation, timers=timers, memory=memory)
+    profile = StepProfile(
+        run_folder(config),
+        config.observe.profile_steps,
+        timers=timers,
+        rank=mesh.rank,
+        device_type=mesh.device.type,
+    )
+    return Recorder(
+        trackers,
+        bar,
+        config,
+        mesh,
+        evaluation,
+        timers=timers,
+        profile=profile,
+        memory=memory,
+        power=power_meter(mesh.device),
+    )
 
 
 def _recording(config: Config, step: int, stack: ExitStack) -> tuple[Trackers, ProgressBar]:

@@ -41,7 +41,7 @@ def train(run: Run) -> None:
     run.recorder.start(progress.step)
 
     while progress.step < config.train.num_steps:
-        with timers("step"):
+        with run.recorder.profile(progress.step + 1), timers("step"):
             drawn, stats = run.batches.take(progress.step)
             groups = drawn.groups
             rewards = drawn.rewards

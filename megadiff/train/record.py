@@ -17,12 +17,14 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.observe import diversity
 from megadiff.observe.device_memory import DeviceMemory
 from megadiff.observe.metrics import format_number
+from megadiff.observe.power import PowerMeter
+from megadiff.observe.profile import StepProfile
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.samples import SampleRecord
 from megadiff.observe.step_folders import is_due
 from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers
-from megadiff.observe.utilisation import peak_tflops, utilisation
+from megadiff.observe.utilisation import IMAGES, peak_tflops, utilisation
 from megadiff.parallel.collectives import AgreedError, agreed, all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL
@@ -48,7 +50,8 @@ class Recorder:
     """Reduce figures over the ranks and hand them to the trackers of rank 0.
 
     start() and step() are collective.
-    timers: of the loop's stages. memory: watches this rank's GPU meanwhile, None on CPU.
+    timers: of the loop's stages. profile: traces steps. memory, power: watch this rank's GPU
+    meanwhile, None on CPU.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class Recorder:
         evaluate: Callable[[int], Figures] | None = None,
         *,
         timers: Timers,
+        profile: StepProfile,
         memory: DeviceMemory | None = None,
+        power: PowerMeter | None = None,
     ) -> None:
         self.trackers = trackers
         self.progress_bar = progress_bar
@@ -68,8 +73,11 @@ class Recorder:
         self.mesh = mesh
         self.evaluate = evaluate
         self.timers = timers
+        self.profile = profile
         self.memory = memory
+        self.power = power
         self.recorded_step = 0  # the last one whose metrics this rank has written
+        self._record_s = 0.0  # what the last step's figures took, without samples and evaluation
         self._peak_tflops = peak_tflops(mesh.device)
         uses_fp8 = {"rollout": config.rollout.fp8, "train": config.engine.fp8 != "none"}
         self._in_fp8 = [stage for stage, uses in uses_fp8.items() if uses]
@@ -96,10 +104,17 @@ class Recorder:
 
         figures: equal on every rank but for seconds. samples: called where images are due.
         """
-        metrics = {**figures, **self.timers.pop(), **self._memory()}
+        start_s = time.perf_counter()
+        metrics = {**figures, **self.timers.pop(), **self._memory(), **self._power()}
         metrics = utilisation(metrics, self._peak_tflops, in_fp8=self._in_fp8)
         num_samples = self.config.train.prompts_per_step * self.config.algorithm.group_size
         metrics["perf/samples_per_s"] = num_samples / metrics["time/step_s"]
+        num_devices = count_devices(self.config, self.mesh)
+        if num_devices:
+            metrics["perf/device_s_per_sample"] = num_devices / metrics["perf/samples_per_s"]
+        if self._record_s:
+            metrics["time/record_s"] = self._record_s
+        self._record_s = time.perf_counter() - start_s
 
         failure: AgreedError | None = None
         if self.evaluate and is_due(
@@ -124,6 +139,15 @@ class Recorder:
 
         if failure:
             raise failure
+
+    def _power(self) -> Figures:
+        """Return the mean watts of the GPUs that say them, since the last call."""
+        if self.mesh.device.type != "cuda":
+            return {}
+        watts = self.power.pop() if self.power else 0.0
+        sums = {"watts": watts, "count": float(watts > 0)}
+        sums = all_reduce_sums(sums, self.mesh.cpu_group)
+        return {"perf/power_w": sums["watts"] / sums["count"]} if sums["count"] else {}
 
     def _memory(self) -> Figures:
         """Return the fullest rank's peaks since the last call, without phases that none has seen.
@@ -153,15 +177,17 @@ class Recorder:
     def _write(
         self, step: int, metrics: Figures, samples: Callable[[], list[SampleRecord]] | None
     ) -> None:
+        start_s = time.perf_counter()
         self.trackers.log(step, metrics)
+        if self.progress_bar:
+            self.progress_bar.update(step, metrics)
+        self._record_s += time.perf_counter() - start_s
         self.recorded_step = step
         if samples and (
             step == 1
             or is_due(self.config.sample_every, step, num_steps=self.config.train.num_steps)
         ):
             self.trackers.images(step, samples())
-        if self.progress_bar:
-            self.progress_bar.update(step, metrics)
 
 
 def step_work(
@@ -171,33 +197,51 @@ def step_work(
     config: Config,
     mesh: Mesh,
 ) -> Figures:
-    """Return the work of a step on one device, in TFLOP: that of rollout and that of training.
+    """Return a step's TFLOP of one device, and latent tokens and images of all, for utilisation().
 
     Collective. Rollout is a forward for each step of a sample, one for all of a group while they
     are in one state (rollout.same_noise); training is a forward and a backward for each row.
-    Rollout's is left out where all replicas were started elsewhere.
+    Rollout's TFLOP are left out where all replicas were started elsewhere. Tokens are those that
+    forwards take; guidance's second pass and texts do not count.
     """
     backward = 1 if config.lora.rank else 2  # frozen weights have no gradient of their own
     num_rows = rows_per_group(config, algorithm)
     trained = train_sampling(config, algorithm)
     work = {"rollout": 0.0, "train": 0.0}
+    counts = {"perf/tokens_rollout": 0.0, "perf/tokens_train": 0.0, IMAGES: 0.0}
     for group in groups:
         num_text_tokens = adapter.num_text_tokens(group.conditioning)
         forward = adapter.flops(group.sampling, num_text_tokens) / 1e12
         work["rollout"] += forward * group.num_forwards
         forward = adapter.flops(replace(trained, images=group.sampling.images), num_text_tokens)
         work["train"] += forward / 1e12 * num_rows * (1 + backward)
+        num_tokens, _ = adapter.latents_shape(group.sampling)
+        counts["perf/tokens_rollout"] += num_tokens * group.num_forwards
+        counts["perf/tokens_train"] += num_tokens * num_rows
+        counts[IMAGES] += group.pixels_GFHWC.shape[0] * group.sampling.num_frames
 
     num_copies = mesh.sp * mesh.tp  # model-parallel peers have the same groups
     num_devices = {"rollout": mesh.world_size, "train": mesh.world_size}
     if config.rollout.mode == "separate":
         num_devices["rollout"] = config.rollout.num_replicas * config.rollout.tp
 
-    return {
-        f"perf/tflop_{stage}": tflop / num_copies / num_devices[stage]
-        for stage, tflop in all_reduce_sums(work, mesh.cpu_group).items()
-        if num_devices[stage]  # 0: replicas that others started, on nobody knows how many
-    }
+    sums = all_reduce_sums({**work, **counts}, mesh.cpu_group)
+    figures = {name: sums[name] / num_copies for name in counts}
+    for stage in work:
+        if num_devices[stage]:  # 0: replicas that others started, on nobody knows how many
+            figures[f"perf/tflop_{stage}"] = sums[stage] / num_copies / num_devices[stage]
+    return figures
+
+
+def count_devices(config: Config, mesh: Mesh) -> int:
+    """Return the devices of trainer and replicas; 0 where nobody knows how many replicas there are.
+
+    On a CPU a rank, and a separate replica's worker, counts as a device.
+    """
+    if config.rollout.mode == "colocated" or config.data.images or config.data.pairs:
+        return mesh.world_size
+    num_workers = config.rollout.num_replicas * config.rollout.tp
+    return mesh.world_size + num_workers if num_workers else 0
 
 
 def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> Figures:

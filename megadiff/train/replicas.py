@@ -21,6 +21,7 @@ from megadiff.engines.shared_base import base_obstacle, shares_base
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import agreed, read_once
 from megadiff.parallel.mesh import Mesh
+from megadiff.process.stacks import FOLDER as STACKS
 from megadiff.rollout.client.processes import ReplicaProcess, environment_token, write_token
 from megadiff.rollout.spec import ReplicaSpec, config_spec
 from megadiff.sync.transports.disk import clear
@@ -194,6 +195,7 @@ def replica_spec(
         device="cuda" if device_type == "cuda" else "cpu",
         registry=registry_folder(folder, mesh.node),
         weights=weights_folder(config, mesh, folder) if config.sync.transport == "disk" else None,
+        stacks=folder / STACKS,
         parent_pid=os.getpid(),
         fp8_in_place=config.rollout.fp8 and sleeps(config, device_type=device_type),
         shared_base=shared_base,

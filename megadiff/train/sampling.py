@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -23,7 +24,8 @@ from megadiff.rollout.client.call_queue import ReplicaCall
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.stages import thinking
 from megadiff.rollout.wire import decode_groups, encode_groups
-from megadiff.types import PromptBatch, RolloutGroup, RolloutRequest, Sampling
+from megadiff.train.replica_figures import draw_work
+from megadiff.types import JsonObject, PromptBatch, RolloutGroup, RolloutRequest, Sampling
 
 # reward name, and "total" → [P, G] float32, NaN as Scorer.collect() has it
 Rewards = dict[str, Tensor]
@@ -179,6 +181,7 @@ class Draw:
         self._calls: list[ReplicaCall] | None = None
         # by the request's index, in order of arrival, which is that of their scores
         self._arrived: dict[int, RolloutGroup] = {}
+        self._drawing_s = 0.0
 
     def run(self) -> bool:
         """Ask for the groups that are missing, and submit each to the scorer as it arrives.
@@ -190,12 +193,21 @@ class Draw:
             self._scorer.reset()  # drops what a failed step left behind
             self._calls = self._fleet.plan(asked)
 
+        start_s = time.monotonic()
         with self._timers("rollout"):
             for index, group in self._fleet.generate(asked, self._calls):
                 self._arrived[index] = replace(group, prompt=self.requests[index].prompt)
                 self._scorer.submit(self._arrived[index])
                 self._on_samples(len(group.sample_indices))
+        self._drawing_s += time.monotonic() - start_s
         return len(self._arrived) == len(self.requests)
+
+    def work(self) -> JsonObject | None:
+        """Return what the replicas did for run(), for replica_figures(); None where it was not."""
+        if self._calls is None:
+            return None
+        names = [client.name for client in self._fleet.replicas]
+        return draw_work(self._calls, names=names, drawing_s=self._drawing_s)
 
     def use_version(self, version: int) -> None:
         """Draw what is missing with another version of the weights."""

@@ -30,7 +30,7 @@ def train_sft(run: SftRun) -> None:
     run.recorder.start(progress.step)
 
     while progress.step < config.train.num_steps:
-        with timers("step"):
+        with run.recorder.profile(progress.step + 1), timers("step"):
             with timers("data"):
                 # an image that cannot be read on one rank would leave the others in the update
                 drawn = agreed(lambda: next(run.batches), engine.mesh.cpu_group)

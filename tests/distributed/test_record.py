@@ -43,6 +43,9 @@ class TeraAdapter:
     def flops(self, sampling: Sampling, num_text_tokens: int) -> float:
         return 1e12 * num_text_tokens
 
+    def latents_shape(self, sampling: Sampling) -> tuple[int, int]:
+        return 9, 3
+
     def num_text_tokens(self, conditioning: Mapping[str, torch.Tensor]) -> int:
         return conditioning["prompt_embeds"].shape[1]
 
@@ -88,6 +91,10 @@ def test_every_layout_finds_the_same_diversity(tmp_path, world_size, sp):
         # windows begin at step 1, so that a group's first two steps are one sample's
         "shared": 5 * (4 * 4 - 3 * 2) * 7 / world_size,
         "perf/tflop_train": 5 * 4 * 7 * 2 * 3 / world_size,
+        # of all devices: 9 tokens of a sample
+        "perf/tokens_rollout": 5 * 4 * 9 * 4,
+        "perf/tokens_train": 5 * 4 * 9 * 2,
+        "perf/images": 5 * 4,
     }
     for rank in range(world_size):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == pytest.approx(expected)

@@ -4,6 +4,7 @@ been.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import psutil
 import pytest
 
 from megadiff.checkpoint.checkpoints import whole_looking
+from megadiff.cli.stacks import main as stacks
 from megadiff.cli.train import main
 from megadiff.rollout.limits import RUN_HEADER
 from tests.distributed.ranks import Command
@@ -244,14 +246,17 @@ def test_ranks_end_with_torchrun_and_save(shared, start, number):
     assert saved_steps(running.folder) == [f"step_{len(rows):06d}"]
 
 
-def test_torchrun_starts_ranks_again_and_a_stop_ends_them(in_ranks, start):
+def test_torchrun_starts_ranks_again_and_a_stop_ends_them(in_ranks, start, capsys):
     """Rank 0 is killed: the restarted ranks go on from the last checkpoint, with new replicas.
 
-    Then a launcher asks by the file. torchrun must not start the ranks a third time.
+    Then a launcher asks by the file. torchrun must not start the ranks a third time. Meanwhile
+    somebody looks at all that can be looked at, which changes no bit.
     """
     two_ranks = ["parallel.dp=2", "checkpoint.every=2"]
-    running = start(*two_ranks, "train.num_steps=1000", num_processes=2, max_restarts=3)
+    traced = "observe.profile_steps=[2]"
+    running = start(*two_ranks, traced, "train.num_steps=1000", num_processes=2, max_restarts=3)
     running.wait_for_rows(3)
+    check_profile(running.folder / "profile/step_000002")
     first_family = running.family()
     victim = next(rank for rank in first_family if rank.environ().get("RANK") == "0")
     victim.kill()
@@ -267,6 +272,8 @@ def test_torchrun_starts_ranks_again_and_a_stop_ends_them(in_ranks, start):
     assert num_rows - resumed <= 2 + 1  # checkpoint.every, and one step while it was written
     running.wait_for_rows(resumed + 2)
     family = running.family()
+    check_stacks(running.folder, capsys)
+    check_figures(running.folder)
     (running.folder / "stop").write_text("120\n")
 
     assert running.process.wait(100) == 0, running.log.read_text()
@@ -282,6 +289,39 @@ def test_torchrun_starts_ranks_again_and_a_stop_ends_them(in_ranks, start):
 
     whole = in_ranks("whole", 2, *two_ranks, f"train.num_steps={len(rows)}")
     assert rows == rows_of(whole.folder)
+
+
+def check_profile(folder: Path) -> None:
+    traces = {}
+    for path in folder.glob("*.json.gz"):
+        with gzip.open(path, "rt") as file:
+            traces[path.name.removesuffix(".json.gz")] = json.load(file)["traceEvents"]
+    assert traces.keys() == {"rank_0", "rank_1", "replica_0"}
+    for name, events in traces.items():
+        # it multiplies, each in its own process
+        assert any(event["name"] == "aten::addmm" for event in events), name
+    text = (folder / "summary.md").read_text()
+    share = re.search(r"of which ([0-9.]+)% is in a named stage", text)
+    assert share and float(share[1]) >= 95
+    assert "| rollout |" in text and "| train |" in text and "`aten::" in text
+
+
+def check_stacks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Live processes of this attempt alone, where they are in our code; none ends of it."""
+    assert stacks([str(folder)]) == 0
+    shown = capsys.readouterr().out
+    names = re.findall(r"^=== (\w+) \(pid", shown, re.MULTILINE)
+    assert {"rank_0", "rank_1", "replica_0"} <= set(names) and len(names) == len(set(names))
+    parts = dict(zip(names, re.split(r"^=== .*\n", shown, flags=re.MULTILINE)[1:], strict=True))
+    assert "train/loop.py" in parts["rank_0"] and "server/server.py" in parts["replica_0"]
+
+
+def check_figures(folder: Path) -> None:
+    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 0 <= row["perf/replica_idle_share"] < 1 and row["perf/replica_queue_s"] >= 0
+    assert row["perf/device_s_per_sample"] == pytest.approx(2 / row["perf/samples_per_s"])
+    text = (folder / "metrics.prom").read_text()
+    assert 'megadiff_run_perf_replica_idle_share{run="run"} ' in text
 
 
 def test_a_stop_under_torchrun_without_restarts(shared, start):

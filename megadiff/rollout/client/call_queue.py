@@ -48,6 +48,7 @@ class ReplicaCall:
     Its composition never changes, as float rounding depends on it.
     errors: what living replicas answered, by their names. num_losses: how often the replica died,
     or the connection broke, in the middle of it.
+    replica: who has drawn it, in engine_s seconds, of which it waited queue_s behind other calls.
     """
 
     indices: Sequence[int]
@@ -56,6 +57,9 @@ class ReplicaCall:
     errors: dict[str, str] = field(default_factory=dict)
     num_errors: int = 0
     num_losses: int = 0
+    replica: str = ""
+    engine_s: float = 0.0
+    queue_s: float = 0.0
 
     @property
     def is_poisoned(self) -> bool:

@@ -45,8 +45,11 @@ HELLO_TIMEOUT_S = 30.0  # in the middle of a run, when the replica may be busy
 # a replica that does not hear it is free after OWNER_SILENT_S all the same
 RELEASE_TIMEOUT_S = 2.0
 SMALL_BYTES = 2**20  # of an answer from an address that has proved nothing yet
-# what the replica tells of a call: milliseconds inside the engine
+# what the replica tells of a call: milliseconds inside the engine, and of these in its queue
 _ENGINE_MS = re.compile(r"\bengine;dur=([0-9]+(?:\.[0-9]+)?)")
+_QUEUE_MS = re.compile(r"\bqueue;dur=([0-9]+(?:\.[0-9]+)?)")
+TRACE_TIMEOUT_S = 120.0
+TRACE_BYTES = 2**30  # of a step; a million operators are some 50 MiB
 PATIENCE = (
     ", time in its queue included; raise rollout.request_timeout_s, or use a smaller "
     "rollout.batch_size or more replicas"
@@ -68,13 +71,14 @@ class ReplicaError(RuntimeError):
 class Drawn:
     """Hold what a call drew.
 
-    engine_s: seconds inside the engine. outstanding: samples that the replica still had to draw
-    when it answered, for any rank.
+    engine_s: seconds inside the engine. queue_s: of these, behind calls that had come before.
+    outstanding: samples that the replica still had to draw when it answered, for any rank.
     """
 
     groups: list[RolloutGroup]
     engine_s: float
     outstanding: int
+    queue_s: float = 0.0
 
 
 class NotProven(ReplicaError):
@@ -201,12 +205,15 @@ class ReplicaClient:
         except (ValueError, LookupError, TypeError) as error:
             text = f"POST /rl/generate has an unusable answer: {error!r:.300}"
             raise ReplicaError(self.name, None, text) from error
-        timing = _ENGINE_MS.search(answer.headers.get("server-timing", ""))
+        timings = answer.headers.get("server-timing", "")
+        timing = _ENGINE_MS.search(timings)
+        queue = _QUEUE_MS.search(timings)
         outstanding = answer.headers.get(OUTSTANDING_HEADER, "")
         return Drawn(
             groups=groups,
             engine_s=float(timing[1]) / 1000 if timing else time.monotonic() - start_s,
             outstanding=int(outstanding) if outstanding.isdecimal() else 0,
+            queue_s=float(queue[1]) / 1000 if queue else 0.0,
         )
 
     def weights_places(self) -> list[JsonObject]:
@@ -269,6 +276,17 @@ class ReplicaClient:
     def trim(self) -> None:
         """Give memory back that the allocator keeps of earlier samples."""
         self._call("POST", "/rl/trim")
+
+    def trace_begin(self) -> None:
+        """Let the replica trace its work from now on."""
+        self._call("POST", "/rl/trace/begin", timeout_s=TRACE_TIMEOUT_S)
+
+    def trace_end(self) -> bytes:
+        """Return the trace, a Chrome trace in gzip."""
+        answer = self._call(
+            "POST", "/rl/trace/end", timeout_s=TRACE_TIMEOUT_S, max_bytes=TRACE_BYTES
+        )
+        return answer.body
 
     def _workers_of(self, answer: JsonObject, asked: str) -> list[JsonObject]:
         workers = answer.get("workers")

@@ -173,6 +173,9 @@ class Fleet(AbstractContextManager["Fleet"]):
                 raise
             self._take_back(queue, requests, call, client, error)
             return None
+        call.replica = client.name
+        call.engine_s = drawn.engine_s
+        call.queue_s = drawn.queue_s
         queue.succeed(
             call,
             client.name,

@@ -19,6 +19,7 @@ class Load:
         self.num_drawn = 0  # samples of calls that ended well; who answers a call counts them
         self._busy_s = 0.0
         self._busy_since_s = 0.0
+        self._ended_s = 0.0  # when the last call ended
 
     @contextmanager
     def drawing(self, num_samples: int) -> Iterator[None]:
@@ -32,6 +33,7 @@ class Load:
         finally:
             self.num_calls -= 1
             self.num_samples -= num_samples
+            self._ended_s = self._clock()
             if self.num_calls == 0:
                 self._busy_s += self._clock() - self._busy_since_s
 
@@ -39,6 +41,11 @@ class Load:
     def num_running(self) -> int:
         # An engine step runs one call (max_num_seqs=1); the others wait in the engine's queue.
         return min(1, self.num_calls)
+
+    def waited_s(self, since_s: float) -> float:
+        """Return how long a call waited that came at since_s, and is in the engine or just done."""
+        # Calls are made one after another, in the order in which they came.
+        return max(0.0, self._ended_s - since_s)
 
     @property
     def busy_s(self) -> float:

@@ -125,8 +125,8 @@ class Replica:
 
     async def generate(
         self, requests: Sequence[RolloutRequest], receive: Any, *, run: str | None = None
-    ) -> tuple[bytes, float]:
-        """Return encoded RolloutGroups, sampled as one batch, and the seconds inside the engine.
+    ) -> tuple[bytes, float, float]:
+        """Return encoded RolloutGroups, sampled as one batch, and seconds: engine, of these queue.
 
         receive: ASGI's, after the body: when the client leaves, the engine stops.
         Raises Refused, and ValueError for a bad request or for requests that do not go together.
@@ -138,16 +138,17 @@ class Replica:
         with self.owner.calling(run):
             num_samples = sum(len(request.sample_indices) for request in requests)
             async with self.generating(num_samples) as version, self.stoppable(receive) as stop:
-                start = time.perf_counter()
+                start_s = time.monotonic()
                 with self._in_engine(requests):
                     result = await self._sample(requests, stop)
-                engine_s = time.perf_counter() - start
+                engine_s = time.monotonic() - start_s
+                queue_s = self.load.waited_s(start_s)
             self.load.num_drawn += num_samples
             if GPU_BYTES in result:
                 allocated, reserved = result[GPU_BYTES].tolist()
                 self.gpu_bytes = (allocated, reserved)
             groups = split_groups(requests, result, policy_version=version, replica=self.spec.name)
-            return await asyncio.to_thread(encode_groups, groups), engine_s
+            return await asyncio.to_thread(encode_groups, groups), engine_s, queue_s
 
     def engine_silent_s(self) -> float:
         """Return for how long the engine has made no progress that it should have made.
@@ -320,6 +321,23 @@ class Replica:
         self.owner.check(run)
         with self.owner.calling(run):
             await call_worker(self.engine, "trim")
+
+    async def begin_trace(self, *, run: str | None = None) -> None:
+        """Let the workers trace what they do, until end_trace()."""
+        self.owner.check(run)
+        with self.owner.calling(run):
+            await call_worker(self.engine, "begin_trace")
+
+    async def end_trace(self, *, run: str | None = None) -> bytes:
+        """Return the first worker's trace, a Chrome trace in gzip."""
+        self.owner.check(run)
+        path = self.private_folder / "trace.json.gz"
+        try:
+            with self.owner.calling(run):
+                await call_worker(self.engine, "end_trace", str(path))
+            return await asyncio.to_thread(path.read_bytes)
+        finally:
+            path.unlink(missing_ok=True)
 
     async def _drained(self) -> None:
         async with self._idle:

@@ -78,9 +78,11 @@ def _add_rollout(app: FastAPI, replica: Replica) -> None:
     @_route(app, "POST", "/rl/generate")
     async def generate(request: Request) -> Any:
         requests = requests_from_json(await _json(request, replica))
-        body, engine_s = await replica.generate(requests, request.receive, run=_run(request))
+        body, engine_s, queue_s = await replica.generate(
+            requests, request.receive, run=_run(request)
+        )
         headers = {
-            "Server-Timing": f"engine;dur={1000 * engine_s:.2f}",
+            "Server-Timing": f"engine;dur={1e3 * engine_s:.2f}, queue;dur={1e3 * queue_s:.2f}",
             OUTSTANDING_HEADER: str(replica.load.num_samples),
         }
         return Response(body, media_type="application/octet-stream", headers=headers)
@@ -94,6 +96,16 @@ def _add_rollout(app: FastAPI, replica: Replica) -> None:
     async def trim(request: Request) -> Any:
         await replica.trim(run=_run(request))
         return {"state": replica.policy.state}
+
+    @_route(app, "POST", "/rl/trace/begin")
+    async def trace_begin(request: Request) -> Any:
+        await replica.begin_trace(run=_run(request))
+        return {}
+
+    @_route(app, "POST", "/rl/trace/end")
+    async def trace_end(request: Request) -> Any:
+        trace = await replica.end_trace(run=_run(request))
+        return Response(trace, media_type="application/gzip")
 
     @_route(app, "POST", "/rl/release")
     async def release(request: Request) -> Any:

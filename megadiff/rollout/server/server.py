@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from megadiff.process.garbage import collection_paused, freeze_startup_objects
 from megadiff.process.lifeline import exit_with, kill_children
+from megadiff.process.stacks import announce
 from megadiff.process.title import set_title
 from megadiff.rollout.proof import is_loopback, is_url
 from megadiff.rollout.spec import ReplicaSpec, process_title
@@ -58,6 +59,8 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
     if not spec.name:  # no two replicas of a registry may share a name
         spec = replace(spec, name=f"{socket.gethostname()}-{listener.getsockname()[1]}")
     set_title(process_title(spec.name, spec.run, "server"))
+    if spec.stacks is not None:
+        announce(spec.stacks, spec.name)
 
     # These import torch, which takes seconds: a port that is taken is told before.
     with collection_paused():

@@ -31,12 +31,14 @@ from megadiff.parallel.plan import FROZEN, is_lora, module_of
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.identity import device_name, host_name
 from megadiff.process.lifeline import exit_with
+from megadiff.process.stacks import announce
 from megadiff.process.title import set_title
 from megadiff.rollout.spec import process_title
 from megadiff.rollout.worker.fp8 import Fp8Linears
 from megadiff.rollout.worker.freed_weights import FreedWeights, ParkedWeights
 from megadiff.rollout.worker.lora import WRAPPED, PolicyLora
 from megadiff.rollout.worker.mapped_base import map_parameters
+from megadiff.rollout.worker.trace import WorkerTrace
 from megadiff.rollout.worker.weight_feed import Pairs, WeightFeed
 from megadiff.sync.shared_base import MAPPED, MappedMemory
 from megadiff.sync.transports.receive import Receiver
@@ -84,6 +86,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             name = custom_pipeline_args.get("name", "")
             run = custom_pipeline_args.get("run", "")
             set_title(process_title(name, run, f"worker {self.rank}"))
+            if stacks := custom_pipeline_args.get("stacks"):
+                announce(Path(stacks), f"{name}_worker_{self.rank}")
 
         super().re_init_pipeline(custom_pipeline_args)
         self._stop_when_told()
@@ -196,6 +200,17 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         """Give back the memory that the allocator keeps and nothing uses."""
         if self._pipeline.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def begin_trace(self) -> None:
+        """Trace this worker from now on."""
+        self._trace.begin()
+
+    def end_trace(self, path: str) -> None:
+        """Let the first worker write its trace; the others' are dropped."""
+        if get_tp_group().rank_in_group == 0:
+            self._trace.end(path)
+        else:
+            self._trace.drop()
 
     def bind_lora(self, spec: JsonObject | None) -> None:
         """Put the LoRA tensors that were set aside to use; None: no LoRA is in use afterwards."""
@@ -348,6 +363,10 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     @cached_property
     def _receiver(self) -> Receiver:
         return Receiver(self._pipeline.device, worker=get_tp_group().rank_in_group)
+
+    @cached_property
+    def _trace(self) -> WorkerTrace:
+        return WorkerTrace()
 
     @cached_property
     def _mapped(self) -> MappedMemory:

@@ -22,6 +22,15 @@ def test_summary_leaves_out_what_is_missing():
     assert step_summary({}) == ""
 
 
+def test_summary_ends_with_how_fast_it_is():
+    """MFU where the peak is known, else TFLOP/s; of rollout and training."""
+    speed = {"perf/samples_per_s": 3.371, "perf/tflops_rollout": 410.0, "perf/tflops_train": 390.0}
+    assert step_summary(speed) == "3.37 samples/s  410/390 TFLOP/s"
+    shares = {"perf/mfu_rollout": 0.414, "perf/mfu_train": 0.394}
+    assert step_summary(speed | shares) == "3.37 samples/s  41.4/39.4 % MFU"
+    assert step_summary({"perf/tflops_train": 0.04}) == "0.04 TFLOP/s"
+
+
 def test_a_supervised_step_shows_its_loss():
     assert step_summary({"loss/flow_matching": 0.5, "time/data_s": 0.01}) == "loss 0.5  data 0.01s"
     assert step_summary(METRICS | {"loss/flow_matching": 0.5}).startswith("reward -0.25  rollout")

@@ -41,3 +41,14 @@ def test_the_longer_name_is_looked_at_first(monkeypatch):
         monkeypatch.setattr(module.torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_tflops(cuda) == peak
     assert peak_tflops(torch.device("cpu")) is None
+
+
+def test_tokens_and_images_become_rates_of_their_stage():
+    counts = {"perf/tokens_rollout": 90.0, "perf/tokens_train": 60.0, "perf/images": 12.0}
+    seconds = {"time/rollout_s": 3.0, "time/train_s": 2.0}
+    assert utilisation(counts | seconds, None) == seconds | {
+        "perf/tokens_per_s_rollout": 30.0,
+        "perf/tokens_per_s_train": 30.0,
+        "perf/images_per_s": 4.0,
+    }
+    assert utilisation(counts, None) == {}

@@ -124,6 +124,9 @@ def test_a_replica_counts_what_runs_and_what_waits(url: str, engine: SlowEngine)
     # The samples of the other call, in whichever order the two came; then none.
     left = [int(answer.headers[OUTSTANDING_HEADER]) for answer in answers]
     assert left[0] in (2, 4) and left[1] == 0
+    timings = [answer.headers["server-timing"] for answer in answers]
+    queued_ms = [float(text.partition("queue;dur=")[2]) for text in timings]
+    assert queued_ms[0] == 0 < queued_ms[1]
 
     after = scraped(url)
     assert after["megadiff_samples_drawn_total"] == 6

@@ -20,6 +20,7 @@ WHOLE = ReplicaSpec(
     device="cpu",
     dtype="float32",
     registry=Path("run/replicas"),
+    stacks=Path("runs/a/stacks"),
     weights=Path("run/weights"),
     tp=2,
     parent_pid=17,
