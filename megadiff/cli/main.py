@@ -40,6 +40,8 @@ COMMANDS = {  # name → (module that has its main(), what it does)
         "say what every rank and replica of a live run is doing, for one that hangs: RUN",
     ),
     "report": ("megadiff.report.command", "write a run's report.html: RUN"),
+    "watch": ("megadiff.report.watch", "show a run on the terminal, live: RUN"),
+    "compare": ("megadiff.report.compare_command", "lay runs over each other on a page: RUN RUN …"),
 }
 
 

@@ -160,10 +160,11 @@ def train_rank(config: Config, *, world_size: int) -> None:
             train(run) if isinstance(run, Run) else train_sft(run)
             if mesh.rank == 0:
                 run.events.write("run_finished", step=run.progress.step)
+                _write_report(run)
         except SystemExit:  # a signal, or another rank's failure: it has been dealt with
             # Of several ranks the first that ends takes the others along; a rescue is in a hurry.
             if mesh.world_size == 1 and not run.rescue.requests.is_over:
-                _write_report(config)
+                _write_report(run)
             raise
         except BaseException as error:
             if run.rescue.requests.is_over:
@@ -175,18 +176,16 @@ def train_rank(config: Config, *, world_size: int) -> None:
         finally:
             run.rescue.stop()
 
-    if mesh.rank == 0:
-        _write_report(config)
 
-
-def _write_report(config: Config) -> None:
-    """Write the run's page, which logs where it is. A failure is a warning: the run is whole."""
+def _write_report(run: Run | SftRun) -> None:
+    """Write the run's page, for its trackers too. A failure is a warning: the run is whole."""
     # it takes a tenth of a second, and the other ranks need none of it
     from megadiff.report.report import write_report
 
-    folder = run_folder(config)
+    folder = run_folder(run.engine.config)
     try:
-        write_report(folder)
+        page = write_report(folder)
+        run.recorder.trackers.page(page)
     # Whatever it is, the run's own end must not look like a failure.
     except Exception as error:
         text = "no report: %s: %s; try `megadiff report %s`"

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megadiff.observe.hacking import signs
 from megadiff.observe.heldout import compare_ends
 from megadiff.observe.metrics import Rows
-from megadiff.observe.samples import SampleRecord
+from megadiff.observe.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 ROWS_PER_LOOK = 100
 
 
-class Alarm:
+class Alarm(Tracker):
     """Write one WARNING per kind of sign, when it begins; a tracker that writes nothing else.
 
     rows: logged so far. A resumed run compares with its true start, and repeats once, in its own
@@ -43,9 +43,3 @@ class Alarm:
             if sign.kind not in self._said:
                 logger.warning("step %d: %s", step, sign.sentence)
                 self._said.add(sign.kind)
-
-    def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

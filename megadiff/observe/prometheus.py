@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, write_to_textfile
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megadiff.observe.samples import SampleRecord
+from megadiff.observe.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 PROM_NAME = "metrics.prom"
@@ -24,7 +24,7 @@ PREFIX = "megadiff_run_"  # a replica's own metrics begin with megadiff_ alone
 _OF_REPLICA = re.compile(r"(perf/replica_[a-z_]+)/(\w+)")
 
 
-class PromTracker:
+class PromTracker(Tracker):
     """Write the figures of the last step as gauges; a tracker. A failure only warns, once.
 
     time/rollout_s becomes megadiff_run_time_rollout_s{run="NAME"}. What is of one replica has it as
@@ -47,12 +47,6 @@ class PromTracker:
             if not self._has_warned:
                 logger.warning("%s is out of date: %s", self._path, error)
             self._has_warned = True
-
-    def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class _Gauges(Collector):

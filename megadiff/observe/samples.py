@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -146,17 +147,17 @@ def frame_strip(pixels: Tensor) -> Tensor:
     return torch.cat(list(pixels.detach().cpu()[picked]), dim=1).contiguous()
 
 
-def sample_grid(samples: Sequence[SampleRecord], *, columns: int = 8, gap: int = 2) -> Tensor:
-    """Return the samples in one image, uint8 [3, H', W'], row by row on white.
+def picture_grid(pictures: Sequence[Tensor], *, columns: int = 8, gap: int = 2) -> Tensor:
+    """Return pictures [F, H, W, 3] in one image, uint8 [3, H', W'], row by row on white.
 
-    All cells have the size of the largest sample. Raises ValueError without samples.
+    All cells have the size of the largest one. Raises ValueError without pictures.
     """
-    if not samples:
+    if not pictures:
         raise ValueError(
             "0 samples, a grid needs at least 1; skip the call when nothing was sampled"
         )
 
-    strips = [frame_strip(sample.pixels) for sample in samples]
+    strips = [frame_strip(pixels) for pixels in pictures]
     height = max(strip.shape[0] for strip in strips)
     width = max(strip.shape[1] for strip in strips)
     columns = min(columns, len(strips))
@@ -176,23 +177,53 @@ def sample_grid(samples: Sequence[SampleRecord], *, columns: int = 8, gap: int =
     return grid.permute(2, 0, 1)
 
 
+def read_pixels(path: Path) -> Tensor:
+    """Return a saved picture's pixels, uint8 [F, H, W, 3].
+
+    Raises OSError or av.FFmpegError for a damaged file.
+    """
+    if path.suffix == video.SUFFIX:
+        return torch.stack([torch.from_numpy(frame) for frame in video.read_frames(path)])
+    with Image.open(path) as image:
+        return torch.from_numpy(np.array(image.convert("RGB")))[None]
+
+
+def shrunk(pixels: Tensor, side: int) -> Tensor:
+    """Return pixels [F, H, W, 3] with their longest side at most `side`."""
+    if max(pixels.shape[1:3]) <= side:
+        return pixels
+    frames = []
+    for frame in pixels.numpy():
+        image = Image.fromarray(frame)
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
+        frames.append(torch.from_numpy(np.array(image)))
+    return torch.stack(frames)
+
+
 def read_samples(run_folder: Path) -> list[SavedSample]:
     """Read every saved sample by rising step; warn of torn lines and missing files."""
     samples = []
     for step, folder in step_folders(run_folder / SAMPLES):
-        path = folder / INDEX_NAME
-        lines = read_lines(path) if path.exists() else []
-        for number, line in enumerate(lines, start=1):
-            try:
-                entry = parse_line(line)
-                sample = SavedSample(path=folder / entry.pop("file"), step=step, **entry)
-            except (AttributeError, KeyError, TypeError):  # torn, or not one of our lines
-                logger.warning("%s: line %d is no sample and skipped", path, number)
-                continue
+        samples += read_step_samples(folder, step)
+    return samples
 
-            if sample.path.exists():
-                samples.append(sample)
-            else:
-                logger.warning("%s: %s is missing and skipped", folder, sample.path.name)
+
+def read_step_samples(folder: Path, step: int) -> list[SavedSample]:
+    """Read the samples of one step's folder; warn of torn lines and missing files."""
+    samples = []
+    path = folder / INDEX_NAME
+    lines = read_lines(path) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = parse_line(line)
+            sample = SavedSample(path=folder / entry.pop("file"), step=step, **entry)
+        except (AttributeError, KeyError, TypeError):  # torn, or not one of our lines
+            logger.warning("%s: line %d is no sample and skipped", path, number)
+            continue
+
+        if sample.path.exists():
+            samples.append(sample)
+        else:
+            logger.warning("%s: %s is missing and skipped", folder, sample.path.name)
 
     return samples

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import math
-import os
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from megadiff.observe.alarm import Alarm
-from megadiff.observe.evaluation import EVALUATIONS
+from megadiff.observe.evaluation import (
+    EVALUATIONS,
+    RECORD_NAME,
+    evaluation_folder,
+    read_evaluation,
+)
 from megadiff.observe.metrics import check_keys, parse_row, read_rows, step_of
 from megadiff.observe.prometheus import PromTracker
-from megadiff.observe.samples import SAMPLES, SampleRecord, frame_strip, sample_grid, save_samples
+from megadiff.observe.samples import (
+    SAMPLES,
+    SampleRecord,
+    SavedSample,
+    read_step_samples,
+    save_samples,
+)
 from megadiff.observe.step_folders import drop_steps_after
+from megadiff.observe.tensorboard_tracker import TensorBoardTracker
 from megadiff.observe.text_files import read_lines, write_whole
+from megadiff.observe.tracker import Tracker
+from megadiff.observe.wandb_tracker import WandbTracker
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +37,13 @@ METRICS_NAME = "metrics.jsonl"
 BEFORE_ALL = -1  # below step 0, whose line holds the evaluation before the first step
 
 
-class Tracker(Protocol):
-    """A receiver of metrics and samples. Metrics may hold NaN and infinity."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def images(self, step: int, samples: Sequence[SampleRecord]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class FolderTracker:
-    """Write `metrics.jsonl` and `samples/` of the run's folder.
+class FolderTracker(Tracker):
+    """Write `metrics.jsonl` of the run's folder.
 
     Each line is flushed: a killed run loses at most its last.
     """
 
     def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
-        self._run_folder = run_folder
         # A run that starts over makes the evaluation before its first step again.
         last_step = resume_step or BEFORE_ALL
         path = run_folder / METRICS_NAME
@@ -61,9 +60,6 @@ class FolderTracker:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         # A killed process loses what is in its own buffer, not what the kernel has.
         self._file.flush()
-
-    def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        save_samples(self._run_folder, step=step, samples=samples)
 
     def close(self) -> None:
         self._file.close()
@@ -93,80 +89,6 @@ def _drop_rows_after(path: Path, step: int) -> None:
     write_whole(path, "".join(earlier))
 
 
-class TensorBoardTracker:
-    """Write scalars, and per step one grid of samples with its captions, under `tensorboard/`."""
-
-    def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
-        module = _module_of("tensorboard", "torch.utils.tensorboard")
-        # TensorBoard hides what an earlier attempt wrote from this step on.
-        purge_step = resume_step + 1 if resume_step else None
-        self._writer = module.SummaryWriter(
-            log_dir=str(run_folder / "tensorboard"), purge_step=purge_step
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()
-
-    def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        lines = [f"{n}. {s.caption} · **{s.reward:.3f}**" for n, s in enumerate(samples, 1)]
-        self._writer.add_image("samples", sample_grid(samples), step)
-        self._writer.add_text("samples/captions", "\n".join(lines), step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbTracker:
-    """Log to a Weights & Biases run, which a resumed run continues by the id in its folder."""
-
-    def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
-        self._wandb = _module_of("wandb", "wandb")
-        id_path = run_folder / "wandb_id"
-
-        # A run that starts over in the same folder is another one to W&B.
-        if not (resume_step and id_path.exists()):
-            id_path.write_text(uuid.uuid4().hex[:8], "utf-8")
-
-        self._run = self._wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "megadiff"),
-            name=run_folder.name,
-            id=id_path.read_text("utf-8").strip(),
-            dir=str(run_folder),
-            config=dict(config),
-            resume="allow",
-        )
-
-        # A resumed run repeats steps, which wandb's own counter refuses: plot over ours.
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        images = []
-        for sample in samples:
-            caption = f"{sample.caption} · {sample.reward:.3f}"
-            images.append(self._wandb.Image(frame_strip(sample.pixels).numpy(), caption=caption))
-        self._run.log({"step": step, "samples": images})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _module_of(tracker: str, module: str) -> ModuleType:
-    """Import what a tracker needs. Raises ValueError, with the extra to install, without it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"track has {tracker}, which is not installed; pip install 'megadiff[{tracker}]' or "
-            f"take {tracker} out of track"
-        ) from error
-
-
 TRACKERS: dict[str, Callable[..., Tracker]] = {
     "jsonl": FolderTracker,
     "tensorboard": TensorBoardTracker,
@@ -175,10 +97,20 @@ TRACKERS: dict[str, Callable[..., Tracker]] = {
 
 
 class Trackers:
-    """Pass metrics and samples to all trackers; `Trackers(())` is for the ranks that do not log."""
+    """Pass what a run records to all trackers; `Trackers(())` is for the ranks that do not log.
 
-    def __init__(self, trackers: Sequence[Tracker], *, last_step: int = BEFORE_ALL) -> None:
+    run_folder: where samples are saved, and evaluations read; None records no pictures.
+    """
+
+    def __init__(
+        self,
+        trackers: Sequence[Tracker],
+        *,
+        run_folder: Path | None = None,
+        last_step: int = BEFORE_ALL,
+    ) -> None:
         self._trackers = tuple(trackers)
+        self._run_folder = run_folder
         self._last_step = last_step
 
     def __enter__(self) -> Trackers:
@@ -188,7 +120,10 @@ class Trackers:
         self.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a step's metrics. Raises ValueError for a bad key, or a step that does not rise."""
+        """Log a step's metrics, with those of an evaluation its pictures too.
+
+        Raises ValueError for a bad key, or a step that does not rise.
+        """
         check_keys(metrics)
         if step <= self._last_step:
             raise ValueError(
@@ -203,14 +138,52 @@ class Trackers:
         # Only now: a step whose line was not written may be logged again.
         self._last_step = step
 
+        if self._run_folder is not None and any(key.startswith("eval/") for key in metrics):
+            self._pass_on("evaluation", step, read_evaluated(self._run_folder, step))
+
     def images(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """Pass on the samples of one step; nothing happens without samples."""
+        """Save the samples of one step and pass them on; nothing happens without samples."""
+        if self._run_folder is None or not samples:
+            return
+        folder = save_samples(self._run_folder, step=step, samples=samples)
+        self._pass_on("samples", step, read_step_samples(folder, step))
+
+    def _pass_on(self, name: str, step: int, samples: Sequence[SavedSample]) -> None:
         for tracker in self._trackers if samples else ():
-            tracker.images(step, samples)
+            tracker.pictures(name, step, samples)
+
+    def page(self, path: Path) -> None:
+        """Pass on the report page of a run that has ended."""
+        for tracker in self._trackers:
+            tracker.page(path)
 
     def close(self) -> None:
+        """Close all trackers."""
         for tracker in self._trackers:
             tracker.close()
+
+
+def read_evaluated(run_folder: Path, step: int) -> list[SavedSample]:
+    """Return the pictured samples of the run's evaluation at a step; [] without its record."""
+    folder = evaluation_folder(run_folder, step)
+    if not (folder / RECORD_NAME).is_file():
+        return []
+    saved = []
+    for sample in read_evaluation(folder).samples:
+        if sample.file and (folder / sample.file).is_file():
+            saved.append(
+                SavedSample(
+                    path=folder / sample.file,
+                    step=step,
+                    caption=sample.caption,
+                    rewards=sample.rewards,
+                    reward=None,
+                    prompt_id=sample.prompt_id,
+                    sample_index=sample.sample_index,
+                    policy_version=step,
+                )
+            )
+    return saved
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -237,4 +210,4 @@ def build_trackers(
     # After the folder's tracker, which has dropped the rows of later steps.
     built.append(PromTracker(run_folder))
     built.append(Alarm(run_folder, config=config, rows=read_rows(run_folder / METRICS_NAME)))
-    return Trackers(built, last_step=resume_step or BEFORE_ALL)
+    return Trackers(built, run_folder=run_folder, last_step=resume_step or BEFORE_ALL)

@@ -41,6 +41,27 @@ def video_size(path: Path) -> tuple[int, int] | None:
         return None
 
 
+def video_rate(path: Path) -> float:
+    """Return a video's rate, FRAMES_PER_S where its file does not say. For other files as well."""
+    if path.suffix != SUFFIX:
+        return FRAMES_PER_S
+    with av.open(str(path)) as container:
+        return float(container.streams.video[0].average_rate or FRAMES_PER_S)
+
+
+def to_gif(pixels: Tensor, *, frames_per_s: float) -> bytes:
+    """Return an animated GIF of pixels, uint8 [F, H, W, 3], for viewers without a video player."""
+    frames = [Image.fromarray(frame) for frame in pixels.numpy()]
+    # A GIF counts hundredths of a second: rounding each frame's end keeps the rate in the mean.
+    ends = [round(100 * number / frames_per_s) for number in range(len(frames) + 1)]
+    durations_ms = [10 * (end - start) for start, end in zip(ends, ends[1:])]
+    out = io.BytesIO()
+    frames[0].save(
+        out, "GIF", save_all=True, append_images=frames[1:], duration=durations_ms, loop=0
+    )
+    return out.getvalue()
+
+
 def shrunk_video(path: Path, side: int) -> bytes | None:
     """Return the video with its longest side at most `side`, as fast as it was.
 

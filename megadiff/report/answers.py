@@ -10,7 +10,7 @@ from megadiff.observe.hacking import MIN_STEPS, signs
 from megadiff.observe.metrics import LOSS, Verdict, column, pretty_number, verdict
 from megadiff.report.evaluation_page import leading_reward
 from megadiff.report.evaluation_table import RewardFormat
-from megadiff.report.health import unsound_sentences, untrusted_sentences
+from megadiff.report.health import sign_sentences, unsound_sentences, untrusted_sentences
 from megadiff.report.run_record import RunRecord
 
 GRAVE = 3  # a sign's gravity from which samples are looked at before anything else
@@ -98,8 +98,7 @@ def _can_it_be_trusted(run: RunRecord, *, has_reward: bool) -> PageAnswer:
     question = "Can I trust it?"
     untrusted = list(untrusted_sentences(run.rows, run.config))
     hacking = signs(run.rows, run.config, run.heldout)
-    # Remedies of the signs are much the same: once is enough.
-    texts = [sign.claim if number else sign.sentence for number, sign in enumerate(hacking)]
+    texts = sign_sentences(hacking)
     if untrusted or texts:
         is_grave = bool(untrusted) or any(sign.gravity >= GRAVE for sign in hacking)
         mark = BAD if is_grave else UNSURE

@@ -322,3 +322,52 @@ def bar_chart(
         "tick_text": "{:.0%}".format if is_share else pretty_number,
         "axis": axis,
     }
+
+
+def overlay_chart(
+    lines: Mapping[str, MetricCurve],
+    *,
+    title: str,
+    key: str,
+    note: str = "",
+    kind: str = "",
+    smooth: bool = False,
+) -> Drawing:
+    """Return one metric of several runs over each other: name → its curve.
+
+    Steps may differ and end anywhere. smooth: draw the running means of long curves.
+    kind: a CSS class, as of line_chart.
+    """
+    smoothed = ""
+    drawn = {name: line.values for name, line in lines.items()}
+    for name, values in drawn.items() if smooth else ():
+        if len(values) >= MIN_SMOOTHED:
+            drawn[name] = running_mean(values, window=max(5, len(values) // 12))
+            smoothed = "running mean"
+
+    steps = sorted({step for line in lines.values() for step in line.steps})
+    x_axis = step_axis(steps)
+    numbers: list[float] = []
+    for values in drawn.values():
+        numbers += finite(values)
+    y_axis = value_axis(numbers)
+
+    curves = []
+    series = []
+    for name, line in lines.items():
+        xs = [x_axis.place(step) for step in line.steps]
+        points = list(zip(xs, y_axis.places(drawn[name])))
+        curves.append({"name": name, "line": line_path(points), "dots": dots_path(points)})
+        by_step = dict(zip(line.steps, drawn[name]))
+        series.append([name, [pretty_number(by_step.get(step)) for step in steps]])
+
+    return {
+        "title": title,
+        "key": f"{key} · log scale" if y_axis.is_log else key,
+        "note": " · ".join(filter(None, (note, smoothed))),
+        "kind": kind,
+        "curves": curves,
+        "x_axis": x_axis,
+        "y_axis": y_axis,
+        "data": _crosshair(x_axis, steps, series),
+    }

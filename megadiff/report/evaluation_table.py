@@ -67,8 +67,8 @@ def to_text(evaluation: Evaluation, comparison: Comparison | None = None) -> str
 
     blocks = [head]
     for reward in evaluation.reward_names:
-        blocks.append(_align(list(_rows(evaluation, comparison, reward))))
-    blocks.append(_align(diversity_rows(evaluation, comparison)))
+        blocks.append(align(list(_rows(evaluation, comparison, reward))))
+    blocks.append(align(diversity_rows(evaluation, comparison)))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -142,7 +142,7 @@ def diversity_rows(evaluation: Evaluation, comparison: Comparison | None = None)
     return rows
 
 
-def _align(rows: Sequence[Sequence[str]]) -> str:
+def align(rows: Sequence[Sequence[str]]) -> str:
     """Align the first column to the left, all others to the right."""
     # By column over all rows, the head included.
     name_width, *widths = (max(map(len, cells)) for cells in zip(*rows))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megadiff.algorithms import ALGORITHMS
 from megadiff.config.algorithm import AlgorithmConfig
+from megadiff.observe.evaluation import Comparison
+from megadiff.observe.hacking import Sign, signs
 from megadiff.observe.metrics import (
     STAGES,
     Rows,
@@ -33,6 +35,20 @@ LIMITS = {
 GRAD_NORM_SPIKE = 10.0  # × the run's median
 SYNC_SHARE = 0.3  # of a step
 UNTIMED_SHARE = 0.25  # of a step
+
+
+def findings(rows: Rows, config: Mapping[str, Any], heldout: Comparison | None) -> list[str]:
+    """Return sentences on what deserves a look, the gravest first. Missing metrics are no finding.
+
+    heldout: the last evaluation against the first one.
+    """
+    hacking = sign_sentences(signs(rows, config, heldout))
+    return [*untrusted_sentences(rows, config), *hacking, *unsound_sentences(rows)]
+
+
+def sign_sentences(hacking: Sequence[Sign]) -> list[str]:
+    """Return a sentence a sign. Their remedies are much the same: the first has one."""
+    return [sign.claim if number else sign.sentence for number, sign in enumerate(hacking)]
 
 
 def untrusted_sentences(rows: Rows, config: Mapping[str, Any]) -> Iterator[str]:

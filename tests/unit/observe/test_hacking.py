@@ -14,7 +14,7 @@ from megadiff.observe.evaluation import (
 )
 from megadiff.observe.hacking import signs
 from megadiff.observe.trackers import build_trackers
-from megadiff.report.health import unsound_sentences, untrusted_sentences
+from megadiff.report.health import findings
 
 STEPS = 120
 Figure = Callable[[float], float]  # of the share of the run that is done, 0 … 1
@@ -131,8 +131,8 @@ def test_the_gravest_comes_first_and_all_after_what_makes_numbers_worthless():
     )
     assert kinds(rows) == ["shapes_strict falls", "saturation", "colours narrow"]
     rows[-1] |= {"loss/policy": None, "reward/zero_std_ratio": 0.9}
-    sentences = [*untrusted_sentences(rows, {}), *unsound_sentences(rows)]
-    assert [sentence.split()[0] for sentence in sentences] == ["NaN", "90%"]
+    words = [sentence.split()[0] for sentence in findings(rows, {}, None)]
+    assert words == ["NaN", "Reward", "Reward", "Reward", "90%"]
 
 
 def test_prompts_that_have_no_diversity_cannot_lose_it():

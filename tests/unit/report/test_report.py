@@ -11,7 +11,7 @@ from megadiff.observe.samples import SavedSample, save_samples
 from megadiff.observe.trackers import build_trackers
 from megadiff.report import pictures
 from megadiff.report.command import main
-from megadiff.report.health import unsound_sentences, untrusted_sentences
+from megadiff.report.health import findings
 from megadiff.report.pictures import evenly_spaced, pick_rows, step_rows
 from megadiff.report.report import section_keys, stage_seconds, write_report
 
@@ -282,10 +282,6 @@ def test_a_run_that_has_not_ended_is_told_how_it_goes_on(tmp_path):
     assert sentences[0].startswith("If it does not run: the same command goes on")
 
 
-def findings(rows, config):
-    return [*untrusted_sentences(rows, config), *unsound_sentences(rows)]
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -300,20 +296,18 @@ def findings(rows, config):
 def test_findings_name_what_is_wrong_and_only_that(change, words):
     config = {"algorithm": {"clip_range": 1e-4}}
     healthy = [{"step": step, **metrics_of(step, num_steps=60)} for step in range(1, 21)]
-    assert findings(healthy, config) == []
-    found = findings([row | change for row in healthy], config)
+    assert findings(healthy, config, None) == []
+    found = findings([row | change for row in healthy], config, None)
     assert len(found) == 1 and words in found[0]
 
 
 def test_a_parity_gap_is_no_finding_where_log_probs_are_recomputed():
     rows = [{"step": 1, "parity/log_prob_gap_max": 1e-4}]
     for old_log_prob, count in (("rollout", 1), ("recompute", 0), ("auto", 0)):
-        assert (
-            len(findings(rows, {"algorithm": {"clip_range": 1e-4, "old_log_prob": old_log_prob}}))
-            == count
-        )
+        algorithm = {"clip_range": 1e-4, "old_log_prob": old_log_prob}
+        assert len(findings(rows, {"algorithm": algorithm}, None)) == count
 
 
 def test_a_jump_of_the_gradient_norm_is_found():
     rows = [{"step": step, "optim/grad_norm": 50.0 if step == 18 else 1.0} for step in range(1, 21)]
-    assert "jumped to 50; its median is 1" in findings(rows, {})[0]
+    assert "jumped to 50; its median is 1" in findings(rows, {}, None)[0]

@@ -1,0 +1,375 @@
+"""Compare runs: their configs, curves, held-out scores and seconds, as data for a page and a text.
+
+Evaluations are paired sample by sample, where two runs drew from the same noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megadiff.observe.evaluation import Comparison, Evaluation
+from megadiff.observe.metrics import (
+    LOSS,
+    STAGES,
+    Rows,
+    column,
+    finite,
+    format_seconds,
+    median,
+    metric_keys,
+    pretty_number,
+    step_of,
+    step_seconds,
+    verdict,
+)
+from megadiff.report.charts import Drawing, MetricCurve, mean_or_none, overlay_chart
+from megadiff.report.evaluation_page import leading_reward
+from megadiff.report.evaluation_table import (
+    DIFFERENCE_HEAD,
+    RewardFormat,
+    difference_cells,
+    reward_format,
+)
+from megadiff.report.report import TEXTS, UNTIMED, section_keys, stage_seconds
+from megadiff.report.run_follower import CONFIG_NAME, read_config
+from megadiff.report.run_record import RunRecord, read_run
+
+MAX_RUNS = 16  # that a reader can tell apart, by eight colours and dashes
+MAX_GRID = 200  # points of a curve
+OWN_KEYS = {"run.name", "run.dir", "rollout.registry"}  # say where a run is, not what it does
+MISSING = "–"
+# Sections of the report whose curves are worth laying over each other.
+SECTIONS = (
+    "Reward",
+    "Loss",
+    "Held-out evaluation",
+    "Diversity",
+    "Rewards",
+    "Policy health",
+    "Speed and memory",
+)
+SPEED = "perf/samples_per_s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """A run under a name that no other of the compared ones has."""
+
+    name: str
+    record: RunRecord
+
+    @property
+    def rows(self) -> Rows:
+        return self.record.rows
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """Return the last evaluation, None without any."""
+        return self.record.evaluations[-1][1] if self.record.evaluations else None
+
+
+def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
+    """Read the runs. Raises ValueError for fewer than two, too many, twice the same, or no run."""
+    if not 2 <= len(folders) <= MAX_RUNS:
+        raise ValueError(
+            f"{len(folders)} runs, a comparison takes 2 to {MAX_RUNS}; give as many folders"
+        )
+
+    paths = [folder.resolve() for folder in folders]
+    twice = sorted({str(path) for path in paths if paths.count(path) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} was given twice; give each run once")
+
+    names = distinct_names(paths)
+
+    return [
+        ComparedRun(name=name, record=read_run(folder))
+        for name, folder in zip(names, folders, strict=True)
+    ]
+
+
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Return for each path as many of its last parts as tell it from all others."""
+    names = []
+    for path in paths:
+        others = [other for other in paths if other != path]
+        length = 1
+        while any(other.parts[-length:] == path.parts[-length:] for other in others):
+            length += 1
+
+        names.append("/".join(path.parts[-length:]))
+
+    return names
+
+
+def config_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
+    """Return the head, and a row for each key of the configs in which the runs differ."""
+    configs = [dict(_flat(read_config(run.record.folder / CONFIG_NAME))) for run in runs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    rows = []
+    for key in keys:
+        values = [config.get(key, MISSING) for config in configs]
+        if len(set(values)) > 1 and key not in OWN_KEYS:
+            rows.append([key, *values])
+
+    return [["key", *(run.name for run in runs)], *rows]
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted key → value as text."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+
+    return "''" if value == "" else str(value)
+
+
+def overlays(runs: Sequence[ComparedRun]) -> dict[str, list[Drawing]]:
+    """Return section → charts of the metrics that any run has, all runs over each other."""
+    keys = sorted({key for run in runs for key in metric_keys(run.rows)})
+    last_step = max((step_of(run.rows[-1]) for run in runs if run.rows), default=0)
+    size = -(-last_step // MAX_GRID) or 1
+    sections = section_keys(keys)
+    sections["Speed and memory"].append("time/step_s")
+
+    drawings = {}
+    for section in SECTIONS:
+        charts = []
+        for key in sections[section]:
+            lines = {run.name: gridded(run.rows, key, size) for run in runs}
+            if any(finite(line.values) for line in lines.values()):
+                charts.append(_overlay(lines, key))
+
+        if charts:
+            drawings[section] = charts
+
+    return drawings
+
+
+def gridded(rows: Rows, key: str, size: int) -> MetricCurve:
+    """Return the curve of a metric at multiples of `size` steps, the same for every run."""
+    groups: dict[int, list[float]] = {}
+    for row in rows:
+        if key in row:
+            # Up to the multiple: a run's last point may stand a little right of its last step.
+            step = -(-step_of(row) // size) * size
+            groups.setdefault(step, []).extend(column([row], key))
+
+    values = [mean_or_none(numbers) for numbers in groups.values()]
+
+    return MetricCurve(steps=list(groups), values=values, low=(), high=())
+
+
+def _overlay(lines: Mapping[str, MetricCurve], key: str) -> Drawing:
+    quantity = key.partition("/")[2].replace("_", " ")
+    title, note = TEXTS["metrics"].get(key, (quantity[:1].upper() + quantity[1:], ""))
+    smooth = not key.startswith("eval/")
+    kind = "hero" if key in ("reward/mean", LOSS) else ""
+
+    return overlay_chart(lines, title=title, key=key, note=note, kind=kind, smooth=smooth)
+
+
+def summary_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
+    """Return the head and a row a run: its steps, reward, leading held-out score and speed."""
+    leading = common_reward(runs)
+    head = ["run", "steps", "reward or loss, first → last"]
+    head += [f"held-out {leading}"] if leading else []
+    table = [[*head, "samples/s", "s a step", "in all"]]
+    for run in runs:
+        ends = verdict(run.rows) or verdict(run.rows, key=LOSS)
+        change = MISSING
+        if ends is not None:
+            change = f"{pretty_number(ends.first)} → {pretty_number(ends.last)}"
+
+        cells = [run.name, _steps(run.record), change]
+        if leading:
+            cells.append(_heldout(run, leading, runs))
+
+        seconds = finite(step_seconds(row) for row in run.rows)
+        speed = median(column(run.rows, SPEED))
+        total = format_seconds(sum(seconds)) if seconds else MISSING
+        table.append([*cells, pretty_number(speed), pretty_number(median(seconds)), total])
+
+    return table
+
+
+def _steps(record: RunRecord) -> str:
+    wanted = record.num_steps
+    is_short = wanted is not None and record.last_step < wanted
+    return f"{record.last_step} of {wanted}" if is_short else str(record.last_step)
+
+
+def _heldout(run: ComparedRun, reward: str, runs: Sequence[ComparedRun]) -> str:
+    evaluation = run.evaluation
+    if evaluation is None or reward not in evaluation.reward_names:
+        return MISSING
+
+    return _format(runs, reward).value(evaluation.estimate(reward).mean)
+
+
+def _format(runs: Sequence[ComparedRun], reward: str) -> RewardFormat:
+    # One format for all: 0.5 beside 50 % could not be compared.
+    return reward_format([run.evaluation for run in runs if run.evaluation is not None], reward)
+
+
+def common_reward(runs: Sequence[ComparedRun]) -> str | None:
+    """Return the leading reward of the first run that has an evaluation; None without one."""
+    for run in runs:
+        if run.evaluation is not None:
+            return leading_reward(run.evaluation)
+
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The last evaluation of a run against that of another; both drew the same samples."""
+
+    name: str
+    against: str
+    comparison: Comparison
+
+    def is_clear(self, reward: str) -> bool:
+        """Return True where the interval of the reward's change leaves out 0."""
+        names = self.comparison.reward_names
+        return reward in names and self.comparison.difference(reward).is_clear
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairing:
+    """All pairs. notes: why a run is in none."""
+
+    pairs: Sequence[Pair]
+    notes: Sequence[str]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """Return the head and a row for each pair and reward; [] without a pair."""
+        if not self.pairs:
+            return []
+
+        rows = [["run", "against", "reward", "step", "before", "now", "change", *DIFFERENCE_HEAD]]
+        for pair in self.pairs:
+            for cells in _difference_rows(pair.comparison):
+                rows.append([pair.name, pair.against, *cells])
+
+        return rows
+
+
+def pair_up(runs: Sequence[ComparedRun]) -> Pairing:
+    """Pair each run's last evaluation with the first earlier run's that drew the same samples."""
+    pairs: list[Pair] = []
+    reasons: dict[str, str] = {}
+    for number, run in enumerate(runs):
+        if run.evaluation is None:
+            reasons[run.name] = f"{run.name} has no evaluation (eval.every)"
+            continue
+        for earlier in runs[:number]:
+            if earlier.evaluation is None:
+                continue
+            try:
+                comparison = Comparison(evaluation=run.evaluation, baseline=earlier.evaluation)
+            except ValueError as error:
+                reasons.setdefault(run.name, f"{run.name} against {earlier.name}: {error}")
+                continue
+
+            pairs.append(Pair(name=run.name, against=earlier.name, comparison=comparison))
+            break
+
+    paired = {name for pair in pairs for name in (pair.name, pair.against)}
+    notes = [reason for name, reason in reasons.items() if name not in paired]
+
+    return Pairing(pairs=pairs, notes=notes)
+
+
+def _difference_rows(comparison: Comparison) -> Iterator[list[str]]:
+    evaluation = comparison.evaluation
+    baseline = comparison.baseline
+    for reward in comparison.reward_names:
+        form = reward_format([baseline, evaluation], reward)
+        before = form.value(baseline.estimate(reward).mean)
+        now = form.value(evaluation.estimate(reward).mean)
+        steps = f"{baseline.step} and {evaluation.step}"
+        if baseline.step == evaluation.step:
+            steps = str(evaluation.step)
+
+        yield [reward, steps, before, now, *difference_cells(comparison, reward, None)]
+
+
+def stage_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
+    """Return the head and a row a stage: median seconds of a step in every run."""
+    stages = (*STAGES, UNTIMED)
+    by_stage: dict[str, list[float | None]] = {stage: [] for stage in stages}
+    whole = []
+    speeds = []
+    for run in runs:
+        rows = [row for row in run.rows if step_seconds(row) is not None]
+        steps = [stage_seconds(row) for row in rows]
+        for stage in stages:
+            by_stage[stage].append(median(step[stage] for step in steps))
+
+        whole.append(median(step_seconds(row) for row in rows))
+        speeds.append(median(column(run.rows, SPEED)))
+
+    table = [["median s a step", *(run.name for run in runs)]]
+    for stage, seconds in by_stage.items():
+        if any(seconds):
+            table.append([stage, *map(pretty_number, seconds)])
+
+    table.append(["whole step", *map(pretty_number, whole)])
+    table.append(["samples/s", *map(pretty_number, speeds)])
+
+    return table
+
+
+def headline(runs: Sequence[ComparedRun], pairing: Pairing) -> str:
+    """Say in a sentence or two which run is ahead: in the held-out score, else in the reward."""
+    leading = common_reward(runs)
+    scores: dict[str, float] = {}
+    if leading is not None:
+        for run in runs:
+            if run.evaluation is not None and leading in run.evaluation.reward_names:
+                scores[run.name] = run.evaluation.estimate(leading).mean
+
+    if leading is not None and len(scores) > 1:
+        sentence = _ahead(f"Held-out {leading}", scores, _format(runs, leading).value)
+        return f"{sentence} {_clearness(pairing, leading)}".strip()
+
+    ends = {run.name: verdict(run.rows) for run in runs}
+    rewards = {name: end.last for name, end in ends.items() if end is not None}
+    if len(rewards) > 1:
+        return _ahead("The reward", rewards, pretty_number)
+
+    return f"{len(runs)} runs with no score in common."
+
+
+def _ahead(subject: str, scores: Mapping[str, float], write: Callable[[float], str]) -> str:
+    best = max(scores, key=lambda name: scores[name])
+    least = min(scores, key=lambda name: scores[name])
+    words = f"{subject} ends at {write(scores[best])} in {best}"
+    if len(scores) == 2:
+        return f"{words}, at {write(scores[least])} in {least}."
+
+    return f"{words}, the highest of {len(scores)}; the lowest is {write(scores[least])}."
+
+
+def _clearness(pairing: Pairing, reward: str) -> str:
+    """Say how many paired differences are more than noise; "" without a pair."""
+    num_pairs = len(pairing.pairs)
+    num_clear = sum(pair.is_clear(reward) for pair in pairing.pairs)
+    if not num_pairs:
+        return ""
+    if num_pairs == 1:
+        return "The difference is clear." if num_clear else "The difference is within the noise."
+
+    return f"{num_clear} of {num_pairs} paired differences are clear."
