@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: launch/check.sh
-# Sets up .venv; lints Python and shell scripts, checks types, and builds the docs so that no link
-# rots.
+# Sets up .venv; lints Python, shell scripts and the Dockerfile, checks types and pins, and builds the
+# docs so that no link rots.
 # `.venv/bin/ruff format` mends the layout, `.venv/bin/ruff check --fix` what it can.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,8 +12,10 @@ $bin/ruff format --check .
 $bin/mypy megadiff & # the longest, beside the rest
 types=$!
 $bin/shellcheck launch/*.sh tests/slurm/*.sh .ci/run
+$bin/hadolint launch/Dockerfile
+$bin/python launch/check_lock.py
 site=$(mktemp -d "${TMPDIR:-/tmp}/megadiff-docs.XXXXXX")
 trap 'rm -rf "$site"' EXIT
 $bin/mkdocs build --strict --quiet --site-dir "$site"
 wait "$types"
-echo "check: lint, layout, types and docs are right"
+echo "check: lint, layout, types, pins and docs are right"

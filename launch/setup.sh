@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Usage: launch/setup.sh [cpu|gpu]
+# Usage: launch/setup.sh [cpu|gpu] [--te]
 #
-# Makes .venv with every version pinned in launch/requirements-{cpu,gpu}.txt.
-# Without an argument: gpu where nvidia-smi works, else cpu. Safe to run again: a finished .venv is
+# Makes .venv with every version pinned in launch/requirements-{cpu,gpu}.txt; with --te also
+# Transformer Engine, which is compiled here against the CUDA 13 toolkit.
+# Without cpu or gpu: gpu where nvidia-smi works, else cpu. Safe to run again: a finished .venv is
 # left alone, an interrupted one is repaired.
 #
 # pip's own configuration decides where packages come from. On a CPU machine PyPI's torch brings 3 GB
@@ -14,12 +15,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=.venv
 LOG=$VENV/setup.log
 declare -A NEEDED_GIB=([cpu]=8 [gpu]=25)
-# The one that was tested first.
+# The one that was tested first. Older than these, some pin does not install: launch/check_lock.py.
 declare -A PYTHONS=(
   [cpu]="python3.11 python3.12 python3"
-  [gpu]="python3.12 python3.11 python3"
+  [gpu]="python3.12 python3"
 )
-IS_FIT='import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))'
+declare -A OLDEST=([cpu]="3, 11, 5" [gpu]="3, 12")
+declare -A VERSIONS=([cpu]="3.11 (3.11.5 or newer) or 3.12" [gpu]="3.12")
 
 die() {
   printf 'setup: %s\n' "$*" >&2
@@ -28,16 +30,18 @@ die() {
 
 find_python() {
   local candidate
+  local is_fit="import sys, venv, ensurepip
+sys.exit(not (${OLDEST[$set]}) <= sys.version_info < (3, 13))"
   # shellcheck disable=SC2086  # a list of words
   for candidate in ${PYTHON:+"$PYTHON"} ${PYTHONS[$set]}; do
-    if "$candidate" -c "$IS_FIT" 2>/dev/null; then
+    if "$candidate" -c "$is_fit" 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  die "needs Python 3.11 or 3.12 with its venv module" \
+  die "the $set set needs Python ${VERSIONS[$set]} with its venv module" \
     "(tried ${PYTHON:+$PYTHON }${PYTHONS[$set]});" \
-    "install one, or set PYTHON=/path/to/python3.11"
+    "install one, or set PYTHON=/path/to/python3.12"
 }
 
 check_disk() {
@@ -65,17 +69,46 @@ pip_install() {
   "$VENV/bin/python" -m pip install "${options[@]}" "$@" >>"$LOG" 2>&1
 }
 
-case "${1:-}" in
-  cpu | gpu) set=$1 ;;
-  "") if nvidia-smi >/dev/null 2>&1; then set=gpu; else set=cpu; fi ;;
-  -h | --help)
-    sed -n '2,8s/^# \{0,1\}//p' launch/setup.sh
-    exit 0
-    ;;
-  *) die "unknown set '$1'; use cpu or gpu" ;;
-esac
+# The toolkit that Transformer Engine is compiled with.
+find_cuda() {
+  local folder
+  local nvcc
+  nvcc=$(command -v nvcc || true)
+  for folder in ${CUDA_HOME:+"$CUDA_HOME"} ${nvcc:+"${nvcc%/bin/nvcc}"} /usr/local/cuda; do
+    if [[ -x $folder/bin/nvcc ]]; then
+      echo "$folder"
+      return
+    fi
+  done
+  die "--te compiles Transformer Engine, but no CUDA toolkit is here (no nvcc in \$CUDA_HOME/bin," \
+    "PATH or /usr/local/cuda/bin); install CUDA 13's, or set CUDA_HOME"
+}
+
+set=
+te=
+for argument in "$@"; do
+  case "$argument" in
+    cpu | gpu) set=$argument ;;
+    --te) te=--te ;;
+    -h | --help)
+      sed -n '2,9s/^# \{0,1\}//p' launch/setup.sh
+      exit 0
+      ;;
+    *) die "unknown argument '$argument'; use cpu or gpu, and --te" ;;
+  esac
+done
+if [[ -z $set ]]; then
+  if nvidia-smi >/dev/null 2>&1; then set=gpu; else set=cpu; fi
+fi
+if [[ -n $te ]]; then
+  [[ $set == gpu ]] || die "--te needs CUDA; use launch/setup.sh gpu --te"
+  CUDA_HOME=$(find_cuda)
+  export CUDA_HOME
+fi
 lock=launch/requirements-$set.txt
-wanted="$set $(cat launch/setup.sh launch/uv_install.py "$lock" pyproject.toml | sha256sum | cut -d' ' -f1)"
+te_lock=launch/requirements-te.txt
+inputs=(launch/setup.sh launch/uv_install.py "$lock" "$te_lock" pyproject.toml)
+wanted="$set$te $(cat "${inputs[@]}" | sha256sum | cut -d' ' -f1)"
 stamp=$VENV/setup-stamp
 if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && "$VENV/bin/python" -c '' 2>/dev/null; then
   printf 'setup: %s is up to date (%s)\n' "$VENV" "$set"
@@ -96,6 +129,12 @@ torch=$(grep -E '^torch==' "$lock")
 # torch first and with its own dependencies: a CUDA build brings libraries that the lock does not name.
 install "$torch" -c "$lock" "$torch"
 install "$(grep -c '==' "$lock") pinned packages" --no-deps -r "$lock"
+if [[ -n $te ]]; then
+  # Without build isolation it is compiled against this torch. Its setup.py imports wheel.
+  install "wheel" --no-deps "$(grep '^wheel==' "$te_lock")"
+  NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=$(nproc) \
+    install "Transformer Engine, some minutes" --no-deps --no-build-isolation -r "$te_lock"
+fi
 install "megadiff" --no-deps --no-build-isolation -e .
 printf 'setup: bytecode ...\n'
 # On all cores, where pip would use one. What does not compile here, like templates, nobody imports.

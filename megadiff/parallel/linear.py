@@ -33,7 +33,7 @@ def check_transformer_engine(fp8: str) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             f"engine.fp8={fp8} needs Transformer Engine, which is not installed; "
-            "install transformer-engine[pytorch] (NVIDIA GPUs only) or set engine.fp8=none"
+            "run launch/setup.sh gpu --te (NVIDIA GPUs only), or set engine.fp8=none"
         )
 
 

@@ -1,0 +1,135 @@
+"""launch/setup.sh: what it installs and refuses; images that do nothing else."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+# Says how it was called, and with which build variables; `-c` is a check that succeeds.
+STUB = f"""#!{sys.executable}
+import os, sys
+with open(os.environ["CALLS"], "a") as file:
+    file.write(" ".join([os.environ.get("NVTE_FRAMEWORK", "-"), *sys.argv[1:]]) + "\\n")
+"""
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """Run setup.sh in a repository of its own, whose Python only notes its calls."""
+    root = tmp_path / "repository"
+    shutil.copytree(ROOT / "launch", root / "launch")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    python = root / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(STUB)
+    python.chmod(0o755)
+    calls = tmp_path / "calls"
+
+    def run(*arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+        calls.write_text("")
+        values = {"PATH": "/usr/bin:/bin", "CALLS": str(calls)} | environment
+        command = ["bash", str(root / "launch/setup.sh"), *arguments]
+        done = subprocess.run(command, env=values, capture_output=True, text=True)
+        return done, calls.read_text().splitlines()
+
+    return run
+
+
+def toolkit(folder: Path) -> str:
+    """Make a CUDA toolkit of which only the compiler's name is there. Returns its folder."""
+    compiler = folder / "cuda/bin/nvcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    return str(folder / "cuda")
+
+
+def test_transformer_engine_is_built_after_torch_without_isolation(setup, tmp_path):
+    done, calls = setup("gpu", "--te", CUDA_HOME=toolkit(tmp_path))
+    assert done.returncode == 0, done.stderr
+    installs = [call for call in calls if "uv_install.py" in call]
+    torch, pinned, wheel, engine, _ = installs
+    assert "torch==" in torch
+    assert pinned.endswith("--no-deps -r launch/requirements-gpu.txt")
+    assert "wheel==" in wheel
+    build = "--no-deps --no-build-isolation -r launch/requirements-te.txt"
+    assert engine == f"pytorch launch/uv_install.py {build}"
+
+
+def test_without_te_it_is_not_installed(setup, tmp_path):
+    home = toolkit(tmp_path)
+    assert not any("requirements-te" in call for call in setup("gpu")[1])
+    again, calls = setup("gpu")
+    assert "up to date" in again.stdout
+    assert any("requirements-te" in call for call in setup("gpu", "--te", CUDA_HOME=home)[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("cpu", "--te"), "--te needs CUDA; use launch/setup.sh gpu --te"),
+        (("gpu", "te"), "unknown argument 'te'; use cpu or gpu, and --te"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_anything_is_done(setup, arguments, told):
+    done, calls = setup(*arguments)
+    assert done.returncode == 1
+    assert told in done.stderr
+    assert calls == []
+
+
+@pytest.mark.skipif(os.path.exists("/usr/local/cuda/bin/nvcc"), reason="a CUDA toolkit is here")
+def test_te_without_a_toolkit_is_refused_before_anything_is_done(setup):
+    done, calls = setup("gpu", "--te")
+    assert done.returncode == 1
+    assert "no CUDA toolkit is here" in done.stderr
+    assert calls == []
+
+
+def commands_of_dockerfile(text: str) -> list[str]:
+    """Return the commands of all RUN lines."""
+    joined = text.replace("\\\n", " ")
+    commands = []
+    for run in re.findall(r"^RUN (.*)$", joined, re.MULTILINE):
+        commands += [" ".join(command.split()) for command in run.split("&&")]
+    return commands
+
+
+def section(text: str, name: str) -> list[str]:
+    """Return the lines of a section of an Apptainer definition."""
+    body = re.search(rf"^%{name}\n((?: .*\n)+)", text, re.MULTILINE)
+    assert body is not None, f"no section %{name}"
+    return [" ".join(line.split()) for line in body[1].splitlines()]
+
+
+def test_both_images_are_setup_on_the_same_base():
+    docker = (ROOT / "launch/Dockerfile").read_text()
+    apptainer = (ROOT / "launch/apptainer.def").read_text()
+    base = re.search(r"^FROM (.*)$", docker, re.MULTILINE)
+    assert base is not None
+    assert f"Bootstrap: docker\nFrom: {base[1]}\n" in apptainer
+
+    commands = commands_of_dockerfile(docker)
+    post = [line for line in section(apptainer, "post") if not line.startswith("cd ")]
+    assert [line.replace("{{ OPTIONS }}", "${OPTIONS}") for line in post] == commands
+    assert commands[-1] == "launch/setup.sh gpu ${OPTIONS}"
+    assert all(command.startswith(("apt-get ", "rm ")) for command in commands[:-1])
+
+
+def test_both_images_copy_the_same_files_and_these_exist():
+    docker = (ROOT / "launch/Dockerfile").read_text()
+    copied = set()
+    for line in re.findall(r"^COPY (.*)$", docker, re.MULTILINE):
+        copied |= set(line.split()[:-1])
+    files = section((ROOT / "launch/apptainer.def").read_text(), "files")
+    assert {line.split()[0] for line in files} == copied
+    for name in copied:
+        assert (ROOT / name).exists()
+    for line in files:
+        source, target = line.split()
+        assert target == f"/opt/megadiff/{source}"
