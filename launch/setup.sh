@@ -115,6 +115,11 @@ if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && "$VENV/bin/python" -c '' 2>/d
   exit 0
 fi
 
+if [[ -f $stamp && $(<"$stamp") != "$set"* ]]; then
+  die ".venv holds the other set, and two torches would mix; remove it first (rm -r .venv)," \
+    "or set up $set in another clone"
+fi
+
 started=$SECONDS
 rm -f "$stamp"
 if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then

@@ -15,7 +15,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
 # what a command in running text begins with
-STARTS = re.compile(r"megadiff |python |torchrun |sbatch |pytest |(\./)?launch/|\w+\.py ")
+STARTS = re.compile(r"megadiff |python |torchrun |sbatch |pytest |(\./)?launch/\w+\.sh\b|\w+\.py ")
 ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=")
 LOOP = re.compile(r"for (\w+) in (.*)")
 

@@ -37,7 +37,21 @@ from tests.doc_commands import PAGES, ROOT, DocCommand, all_commands, blocks, co
 
 FOLDERS = ("assets", "configs", "docs", "examples", "launch", "megadiff", "tests", "tools")
 # of the shell and its tools: `bash -n` reads them, no program of ours does
-SHELL = {"cd", "chmod", "curl", "do", "done", "export", "git", "hf", "source", "tail", "touch"}
+SHELL = {
+    "cd",
+    "chmod",
+    "apptainer",
+    "curl",
+    "docker",
+    "do",
+    "done",
+    "export",
+    "git",
+    "hf",
+    "source",
+    "tail",
+    "touch",
+}
 OVERRIDE = re.compile(r"(?!key=)[a-z]\w*(\.[\w-]+)*=\S+$")  # key=value is a name for all
 PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9_]*$")
 # what a page's fragment is laid over, as the rules above say
