@@ -73,6 +73,7 @@ def train(config: Config) -> Path:
                 f"the run in {run_folder(config)} was asked to stop (exit code {stop.code}); "
                 "call train() again to go on"
             ) from None
+
     return run_folder(config)
 
 
@@ -100,12 +101,14 @@ def evaluate(
     argv = [str(target), *map(str, arguments)]
     argv += [f"{flag}={value}" for flag, value in options.items() if value is not None]
     argv += [f"--reward={name}" for name in rewards]
+
     try:
         parsed = evaluate_command.parse(argv)
     except SystemExit:
         raise ValueError(
             f"`megadiff evaluate` refuses {argv}; its parser says why on stderr"
         ) from None
+
     return evaluate_command.evaluate_target(*parsed)
 
 
@@ -180,6 +183,7 @@ class ReplicaSession:
             connection, _ = connect_replicas(subject, mesh, judges, stack)
             self._fleet = connection.fleet
             self._stack = stack.pop_all()
+
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -215,6 +219,7 @@ class ReplicaSession:
         sampling = sampling_of(self.config.rollout) if explore else eval_sampling(self.config)
         repeats: Counter[str] = Counter()
         requests = []
+
         for prompt in map(_prompt, prompts):
             # a prompt that comes again draws other noise
             first = repeats[prompt.id] * num_samples
@@ -229,6 +234,7 @@ class ReplicaSession:
                 )
             )
         self._adapter.check_prompts([request.prompt for request in requests])
+
         return self._draw(requests)
 
     def _draw(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
@@ -242,6 +248,7 @@ class ReplicaSession:
                 f"{len(groups)} of {len(requests)} prompts were drawn, then no replica was left; "
                 "close this one and open another"
             )
+
         return [groups[index] for index in range(len(requests))]
 
 
@@ -277,6 +284,7 @@ def _own_signals() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     wakeup = signal.set_wakeup_fd(-1)  # a notebook's event loop has one
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
     try:
         yield
     finally:

@@ -65,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     options, config_arguments = parse(argv)
     log_to_stderr()
+
     try:
         evaluated = evaluate_target(options, config_arguments)
     except ValueError as error:
@@ -83,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.write(_json_text(record, page, evaluation, comparison))
     else:
         sys.stdout.write(f"{to_text(evaluation, comparison)}\n{record}\n{page}\n")
+
     return 0
 
 
@@ -113,6 +115,7 @@ def evaluate_target(options: argparse.Namespace, config_arguments: list[str]) ->
     subject, plan = resolve(options, config_arguments)
     # An earlier one, of a --force, would be of another evaluation.
     (subject.folder / COMPARISON_NAME).unlink(missing_ok=True)
+
     with ExitStack() as stack:
         scorer = stack.enter_context(closing(Scorer(subject.config.reward)))
         scorer.validate([prompt for prompt, _ in plan])
@@ -153,6 +156,7 @@ def _evaluate(
     """Start a replica of the subject, evaluate it and write its record. config: how to sample."""
     mesh = one_rank_mesh(subject)
     start_s = time.monotonic()
+
     with ExitStack() as stack:
         connection, step = connect_replicas(subject, mesh, judges, stack)
         total = sum(len(indices) for _, indices in plan)
@@ -183,6 +187,7 @@ def _evaluate(
         outcome.images,
         frames_per_s=subject.adapter.frames_per_s,
     )
+
     return outcome.evaluation
 
 
@@ -198,6 +203,7 @@ def connect_replicas(
     stack.callback(stop_all, processes)
     connection = connect(subject.config, mesh, subject.folder, processes, stack)
     step = _push(subject, mesh, connection, judges) if subject.is_run else None
+
     return connection, step
 
 
@@ -307,6 +313,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="one JSON object on stdout in place of the table"
     )
+
     return parser
 
 

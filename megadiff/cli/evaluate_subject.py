@@ -98,6 +98,7 @@ def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[S
             f"{folder} holds an earlier evaluation; keep it with --out ANOTHER, or give --force to "
             "replace it"
         )
+
     return Subject(target=target, config=config, adapter=adapter, folder=folder), plan
 
 
@@ -159,6 +160,7 @@ def config_of(target: Path, config_arguments: list[str]) -> Config:
         raise ValueError(
             f"{target} holds no checkpoint; evaluate the model it started from, {config.model.path}"
         )
+
     return config
 
 

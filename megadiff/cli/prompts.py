@@ -41,12 +41,14 @@ def build_parser() -> argparse.ArgumentParser:
     importer.add_argument("src", type=Path, metavar="SRC")
     importer.add_argument("out", type=Path, metavar="OUT", help="a .jsonl; it appears when whole")
     importer.add_argument("--force", action="store_true", help="replace OUT where it exists")
+
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Import the prompts and say how many there are; return 0, or 2 when they are refused."""
     args = build_parser().parse_args(argv)
+
     try:
         _check_out(args.src, args.out, force=args.force)
         rows = import_rows(args.format, args.src)
@@ -56,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"megadiff prompts: {error}\n")
         return 2
     sys.stdout.write(f"{args.out}: {counted(len(rows), 'prompt')}\n")
+
     return 0
 
 

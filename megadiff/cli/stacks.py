@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in here:
         title = f"{row.name} (pid {row.pid})"
         sys.stdout.write(f"=== {title}\n{_shown(row, stacks, options.wait_s)}\n")
+
     for command, names in _commands(elsewhere, options.run).items():
         sys.stdout.write(f"=== {', '.join(names)}: on another host, or ended there; try\n")
         sys.stdout.write(f"  {command}\n")

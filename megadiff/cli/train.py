@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.dry_run:
             world_size = options.world_size or world_size
             ranks_per_node = options.gpus_per_node or local_world_size_of(world_size)
+
             with ExitStack() as stack:
                 layout, adapter, data, _ = check(
                     config, world_size=world_size, stack=stack, ranks_per_node=ranks_per_node
@@ -285,6 +286,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="with --dry-run: processes on one node; by default as torchrun says, else all",
     )
+
     return parser
 
 

@@ -33,6 +33,7 @@ This page is made from [config/schema.py](../megadiff/config/schema.py):
 def to_text() -> str:
     """Return all keys for a terminal: type, default, rules and a sentence for each."""
     lines = []
+
     for name, sentence, keys in _sections():
         lines += ["", f"{name}: {sentence}"]
         for field in keys:
@@ -41,6 +42,7 @@ def to_text() -> str:
             rules = f"  [{_rules(field)}]" if _rules(field) else ""
             lines.append(f"  {field.name}: {field.type} = {_default(field)}{rules}")
             lines.append(f"      {field.metadata['text']}")
+
     # Every section begins with an empty line, which the first one needs not.
     return "\n".join(lines[1:]) + "\n"
 
@@ -48,6 +50,7 @@ def to_text() -> str:
 def to_markdown() -> str:
     """Return docs/configuration.md: a table for each section, or each group of its keys."""
     lines = [MARKDOWN_HEAD]
+
     for name, sentence, keys in _sections():
         lines += [f"## {name}", "", sentence]
         for field in keys:
@@ -59,6 +62,7 @@ def to_markdown() -> str:
             cells = [f"`{field.name}`", str(field.type), _default(field), _rules(field)]
             lines.append(f"| {' | '.join([*cells, field.metadata['text']])} |")
         lines.append("")
+
     return "\n".join(lines)
 
 
@@ -66,6 +70,7 @@ def _sections() -> Iterator[tuple[str, str, list[dataclasses.Field]]]:
     """Yield each section's name, its first sentence and its keys, in the schema's order."""
     fields = dataclasses.fields(Config)
     yield "Top level", _sentence(Config), [field for field in fields if field.metadata]
+
     for field in fields:
         if field.name in NAMED_SECTIONS:
             named = NAMED_SECTIONS[field.name]

@@ -82,6 +82,7 @@ def last_named(arguments: Sequence[str], keys: Sequence[str]) -> str:
             values = _plain(layer).get(section)
             if isinstance(values, dict) and values.get(name) is not None:
                 return key
+
     return ""
 
 
@@ -92,6 +93,7 @@ def _merged(arguments: Sequence[str]) -> DictConfig:
             layer.parity.mode = "off"
         _check_kinds(source, SCHEMA, _plain(layer))
         _take_out(source, merged, layer)
+
         try:
             merged = OmegaConf.merge(merged, layer)
         except ConfigKeyError as error:
@@ -100,6 +102,7 @@ def _merged(arguments: Sequence[str]) -> DictConfig:
         except OmegaConfBaseException as error:
             key = f"{error.full_key}: " if error.full_key else ""
             raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from error
+
     return merged
 
 
@@ -113,6 +116,7 @@ def _take_out(source: str, merged: DictConfig, layer: DictConfig) -> None:
         named = _plain(layer).get(section)
         if not isinstance(named, dict):
             continue
+
         for name in [name for name, value in named.items() if value is None]:
             if name not in merged[section]:
                 names = sorted(map(str, merged[section]))
@@ -230,4 +234,5 @@ def _advice(key: str) -> str:
     near = near or [other for other in keys if other.rpartition(".")[2] == leaf]
     sections = [other.rpartition(".")[0] for other in keys]
     near = near or difflib.get_close_matches(key, sections, n=1)
+
     return f"did you mean {near[0]}?" if near else "`megadiff train --help-config` lists every key"

@@ -87,11 +87,13 @@ class ModelJob:
         if self._is_trained:
             card = model_card(self._source, dtype=_main_dtype(self._tensors))
             (folder / CARD).write_text(card, "utf-8")
+
         for name, component in self._base.components.items():
             prefix = f"{name}."
             target = folder / component.where
             files = file_tensors(component, self._tensors[name])
             tensors = prefixed(prefix, self._tensors[name])
+
             for file, metas in files.items():
                 metadata = component.opened[file].metadata
                 copier.copy_to_file(target / file, tensors, metas, prefix=prefix, metadata=metadata)
@@ -159,6 +161,7 @@ class CheckpointJob:
                 )
                 stack.callback(writer.file.close)
                 writers.append(writer)
+
                 for name, tensor_box in tensor_boxes.items():
                     slot = Slot(
                         file=writer.file,
@@ -181,6 +184,7 @@ class CheckpointJob:
     def _tensor_boxes(self, boxes: Mapping[str, Box]) -> dict[str, TensorBox]:
         """Return a rank's boxes of all tensors, moments among them. boxes: of the parameters."""
         tensor_boxes = {}
+
         for name, stored in self._tensors.items():
             parameter = name.rpartition("/")[2]
             # what tensor parallelism leaves whole has a box on the first rank only
@@ -192,6 +196,7 @@ class CheckpointJob:
                     offsets=offsets,
                     local_shape=local_shape,
                 )
+
         return tensor_boxes
 
     def read_back(self, folder: Path) -> StoredTensors:
@@ -291,6 +296,7 @@ def _needed_base(source: Source) -> ModelFolder:
 def _boxes(source: Source, base: ModelFolder, backend: str, num_ranks: int) -> RankBoxes:
     """Return for each rank: parameter (`transformer.<name>`) → its box."""
     ranks: RankBoxes = []
+
     for component, tensors in source.policy.items():
         model = base.components[component].model
         # The plan wants all parameters: a LoRA is cut as the weight that it changes.
@@ -298,9 +304,11 @@ def _boxes(source: Source, base: ModelFolder, backend: str, num_ranks: int) -> R
         boxes = LAYOUTS[backend](shapes, model, num_ranks)
         # Only now: a number of ranks that is refused may be one that memory does not hold.
         ranks = ranks or [{} for _ in boxes]
+
         for boxes_of_all, boxes_of_component in zip(ranks, boxes, strict=True):
             for name, box in boxes_of_component.items():
                 boxes_of_all[f"{component}.{name}"] = box
+
     return ranks
 
 

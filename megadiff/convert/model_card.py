@@ -72,6 +72,7 @@ def _facts(source: Source, base: str) -> dict[str, str]:
             for name in rewards
         )
     facts["trained"] = f"LoRA of rank {source.lora.rank}" if source.lora else "whole weights"
+
     return facts
 
 

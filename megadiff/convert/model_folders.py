@@ -97,6 +97,7 @@ class Component:
         tensors: StoredTensors = {}
         problems = []
         names = {key: name for name, key in self.keys.items()}
+
         for file in self.opened.values():
             for key in file.tensors:
                 name = names.get(key, key)
@@ -174,6 +175,7 @@ def open_single_file(path: Path, *, base: Path | None, family: str = "") -> Mode
     component = Component(
         folder=folder, where=Path(), files=(path,), family=family, is_single_file=True
     )
+
     return ModelFolder(path=path, home=home, components={COMPONENT: component}, family=family)
 
 
@@ -200,6 +202,7 @@ def misfits(
         f"{tensors[name].path}: {name} is not in the model"
         for name in sorted(tensors.keys() - shapes.keys())
     ]
+
     for name in sorted(shapes.keys() & tensors.keys()):
         meta = tensors[name].meta
         where = f"{tensors[name].path}: {name}"
@@ -208,6 +211,7 @@ def misfits(
         if meta.dtype not in dtypes:
             wanted = " or ".join(map(_short, dtypes))
             problems.append(f"{where} is {_short(meta.dtype)}, weights must be {wanted}")
+
     return problems
 
 
@@ -265,6 +269,7 @@ def write_index(
 
     total_size = 0
     weight_map = {}
+
     for file, metas in files.items():
         for name, meta in metas.items():
             total_size += meta.num_bytes

@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(json.dumps([asdict(finding) for finding in findings]) + "\n")
     else:
         sys.stdout.write(f"\n{counted(num_errors, 'error')}, {counted(num_warnings, 'warning')}\n")
+
     return 1 if num_errors else 0
 
 
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size", type=int, default=0, help="processes that train; by default this host's"
     )
     parser.add_argument("--json", action="store_true", help="a list of findings")
+
     return parser
 
 

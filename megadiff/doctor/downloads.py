@@ -71,15 +71,18 @@ def _expected_bytes(path: Path) -> int:
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
     """Return a header's length in bytes and its entries, {} where it is cut short or none."""
     size = path.stat().st_size
+
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if LENGTH_BYTES + length > size:
             return length, {}
+
         try:
             header = json.loads(file.read(length))
         except ValueError:
             # no header at all, which opening the file tells
             return 0, {}
+
     return length, header if isinstance(header, dict) else {}
 
 

@@ -51,11 +51,13 @@ def probe_folder(key: str, folder: Path) -> FolderFacts:
 
     refusal = 0
     skew_s = 0.0
+
     try:
         skew_s = _written_skew_s(existing)
     except OSError as failure:
         refusal = failure.errno or errno.EIO
     status = os.statvfs(existing)
+
     return FolderFacts(
         key=key,
         folder=folder,
@@ -72,6 +74,7 @@ def _written_skew_s(folder: Path) -> float:
     path = folder / f".megadiff-doctor-{secrets.token_hex(4)}"
     before = time.time()
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+
     try:
         os.write(descriptor, b"\n")
         os.fsync(descriptor)
@@ -80,6 +83,7 @@ def _written_skew_s(folder: Path) -> float:
     finally:
         os.close(descriptor)
         path.unlink()
+
     return outside(written, before=before, after=time.time())
 
 

@@ -31,6 +31,7 @@ def probe() -> GpuFacts:
         for first, second in pairs
         if first != second and not torch.cuda.can_device_access_peer(first, second)
     )
+
     return GpuFacts(devices=devices, without_peer=without_peer, ipc_error=ipc_error())
 
 
@@ -52,12 +53,14 @@ def ipc_error(device: str = "cuda:0") -> str:
     tensor = torch.arange(8, dtype=torch.float32, device=device)
     reader = context.Process(target=_read, args=(tensor, answers), daemon=True)
     reader.start()
+
     try:
         answer = answers.get(timeout=IPC_TIMEOUT_S)
     except Empty:
         return f"no answer within {IPC_TIMEOUT_S:g} s (exit code {reader.exitcode})"
     finally:
         reader.join(1.0)
+
     return "" if answer == IPC_SUM else str(answer)
 
 

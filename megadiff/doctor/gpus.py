@@ -223,6 +223,7 @@ def _measured_links(num_gpus: int) -> Finding:
     if num_gpus < 2:
         return skipped("nccl links", f"needs two GPUs, here is {counted(num_gpus, 'GPU')}")
     command = [sys.executable, "-m", "megadiff.doctor.links_probe", str(num_gpus)]
+
     try:
         gbs = float(output_of(command, timeout_s=LINKS_S).split()[-1])
     except (ProbeError, ValueError, IndexError) as failure:
@@ -231,4 +232,5 @@ def _measured_links(num_gpus: int) -> Finding:
             f"no all-reduce over {num_gpus} GPUs: {failure}",
             fix="NCCL_DEBUG=INFO megadiff doctor; NCCL_P2P_DISABLE=1 shows whether peers are it",
         )
+
     return links_finding(gbs, num_gpus=num_gpus)

@@ -43,6 +43,7 @@ def run_rank(
     count = 0
     began = _now(is_gpu)
     taken = 0.0
+
     while taken < seconds:
         for _ in range(BATCH):
             dist.all_reduce(tensor)

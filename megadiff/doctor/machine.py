@@ -137,6 +137,7 @@ def read_ports(environment: Mapping[str, str]) -> list[PortFacts]:
         raise ValueError(
             f"MASTER_PORT={named} is no port from 1 to {LARGEST_PORT}; set another MASTER_PORT"
         )
+
     return [
         PortFacts(
             use="the rendezvous of several nodes",

@@ -70,6 +70,7 @@ def _trained(facts: ModelFacts) -> Finding:
     count = sum(component.num_parameters for component in components)
     never = len(components) * (trained.num_frozen + trained.num_unused)
     lora = RANK * trained.lora_parameters
+
     return ok(
         "trained",
         f"{_count(count - never)} of {_count(count)} parameters in {trained.num_blocks} "

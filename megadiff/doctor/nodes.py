@@ -41,10 +41,12 @@ def read_node_clocks(num_nodes: str) -> NodeClocks:
     )
     after = time.time()
     lines = [line.split() for line in text.splitlines() if line.strip()]
+
     try:
         seconds = {name: float(clock) for name, clock in lines}
     except ValueError as failure:
         raise ProbeError(f"srun answered {text[:80]!r}, not a name and a time a line") from failure
+
     return NodeClocks(seconds=seconds, before=before, after=after)
 
 
@@ -54,6 +56,7 @@ def node_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield skipped("clocks of nodes", "not within a Slurm job")
         return
     num_nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
+
     try:
         clocks = read_node_clocks(num_nodes)
     except ProbeError as failure:
@@ -69,6 +72,7 @@ def clock_findings(clocks: NodeClocks) -> Iterator[Finding]:
     """
     names = sorted(clocks.seconds)
     apart = 0
+
     for name in names:
         skew_s = outside(clocks.seconds[name], before=clocks.before, after=clocks.after)
         if abs(skew_s) > SKEW_S:

@@ -35,6 +35,7 @@ def refusal_finding(config: Config, *, world_size: int) -> Finding:
     items = (
         counted(len(data), "prompt") if isinstance(data, list) else counted(data.num_items, "image")
     )
+
     return ok("first refusal", f"{text}, {items}")
 
 
@@ -57,6 +58,7 @@ def plan_finding(config: Config, gpus: GpuFacts, *, world_size: int, asked: int)
         if world_size % len(gpus.devices) == 0:
             arguments += ["--gpus-per-node", str(len(gpus.devices))]
     options = plan_parser("").parse_args(arguments)
+
     try:
         machine = machine_of(options)
         adapter = build_adapter(Path(config.model.path), config.model.family)

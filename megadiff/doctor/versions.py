@@ -46,6 +46,7 @@ def installed() -> Installed:
     lock = LAUNCH / f"requirements-{'gpu' if torch_cuda else 'cpu'}.txt"
     pins = read_pins(lock)
     names = {*ENGINES, *VLLM, "vllm-omni", *pins}
+
     return Installed(
         python=platform.python_version(),
         packages={name: installed_version(name) for name in sorted(names)},
@@ -61,11 +62,13 @@ def read_torch_cuda() -> str | None:
     if spec is None or spec.origin is None:
         return None
     source = Path(spec.origin).with_name("version.py").read_text("utf-8")
+
     for node in ast.parse(source).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Constant):
             if isinstance(node.target, ast.Name) and node.target.id == "cuda":
                 value = node.value.value
                 return value if isinstance(value, str) else None
+
     return None
 
 
@@ -119,6 +122,7 @@ def _lock(facts: Installed) -> Finding:
     if not facts.pins:
         return skipped("packages", "no lock here: megadiff does not run from a clone")
     others = []
+
     for name, pin in facts.pins.items():
         # torch's 2.13.0+cpu is 2.13.0 from another index
         version = facts.packages[name].partition("+")[0]

@@ -71,6 +71,7 @@ def check_fp8_fits(config: Config, adapter: ModelAdapter) -> None:
     """
     if config.engine.fp8 == "none":
         return
+
     for component in adapter.components:
         parameters = adapter.empty_transformer(component).named_parameters()
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters}

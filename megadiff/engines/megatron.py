@@ -134,6 +134,7 @@ class MegatronEngine(ShardedEngine):
         """
         # zeroed, and of the same storages, so that every main_grad is still a view of them
         self._ddp.restore_grad_buffers()
+
         try:
             step = super().update(batch, loss, rows, denominator=denominator)
         except NonFiniteError:  # on every rank, after all reductions: the batch may be stepped over
@@ -141,6 +142,7 @@ class MegatronEngine(ShardedEngine):
             raise
         # the allocator's cache is emptied where replicas want the memory
         self._ddp.offload_grad_buffers(empty_cache=False)
+
         return step
 
     def offload(self, *, waits: bool = True) -> None:

@@ -226,6 +226,7 @@ def _build_transformer(
     adapters = build_adapters(config, plan, (name for name, _ in model.named_parameters()))
     parameters = dict(model.named_parameters())
     is_whole = bool(adapters) or is_frozen(config, component)
+
     for name in parameters if is_whole else plan.frozen_names(parameters):
         # frozen weights need no float32 masters
         parameters[name].data = parameters[name].data.to(dtype)
@@ -255,6 +256,7 @@ def _build_transformer(
         compile_blocks(
             sharded, plan, text_varies=text_varies, budget=budget if within_blocks else 1.0
         )
+
     return sharded.train(), adapters, shared_base
 
 
@@ -304,6 +306,7 @@ def _veomni_module(folder: Path) -> nn.Module:
         attn_implementation="eager",
         **{f"{name}_implementation": "eager" for name in LANGUAGE_MODEL_OPS},
     )
+
     return build_foundation_model(
         config_path=str(folder),
         weights_path=str(folder),
@@ -385,4 +388,5 @@ def _too_large(parameters: dict[str, DTensor], dtype: str, device: torch.device)
             "gradients are reduced after every microbatch: %.1f GiB unsharded would not fit",
             num_bytes / 2**30,
         )
+
     return num_bytes > limit

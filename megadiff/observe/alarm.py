@@ -39,6 +39,7 @@ class Alarm(Tracker):
         # All rows are looked at: in a run of thousands of steps not in every one of them.
         elif len(self._rows) % max(1, len(self._rows) // ROWS_PER_LOOK):
             return
+
         for sign in signs(self._rows, self._config, self._heldout):
             if sign.kind not in self._said:
                 logger.warning("step %d: %s", step, sign.sentence)

@@ -35,6 +35,7 @@ def power_meter(device: torch.device) -> PowerMeter | None:
     """Return the meter of a GPU; None on a CPU, without NVML, or where it has no such counter."""
     if device.type != "cuda":
         return None
+
     try:
         # of nvidia-ml-py, which only the GPU set has
         import pynvml

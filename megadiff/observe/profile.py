@@ -67,6 +67,7 @@ class StepProfile:
         activities = [ProfilerActivity.CPU]
         if self._on_gpu:
             activities.append(ProfilerActivity.CUDA)
+
         with self.beside(folder), profile(activities=activities) as trace:
             self._timers.mark = _stage_range
             try:
@@ -75,6 +76,7 @@ class StepProfile:
                 self._timers.mark = None
             if self._on_gpu:
                 torch.cuda.synchronize()  # kernels that still run belong to the step
+
         try:
             self._write(trace, folder, step)
         except (OSError, RuntimeError) as error:  # a full disk; the run itself can go on

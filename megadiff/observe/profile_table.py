@@ -85,6 +85,7 @@ def summarise(events: Sequence[TraceEvent]) -> TraceSummary:
     cpu = [event for event in whole if event.get("cat") in CPU_WORK]
     busy = _BusyTime(gpu or cpu)
     rows = _gpu_work(gpu) if gpu else _cpu_work(cpu)
+
     return TraceSummary(
         step_s=step["dur"] / US,
         stages=_stages(marks, busy),
@@ -111,11 +112,12 @@ def to_markdown(summary: TraceSummary, *, title: str) -> str:
         "| stage | s | of the step | idle s | longest ms |",
         "|---|---|---|---|---|",
     ]
+
     for stage in summary.stages:
         name = "(in no stage)" if STAGE + stage.name == STEP else stage.name
-        share = stage.seconds / summary.step_s
+        of_step = stage.seconds / summary.step_s
         idle_s = stage.seconds - stage.busy_s
-        numbers = f"{stage.seconds:.3f} | {share:.1%} | {idle_s:.3f} | {1e3 * stage.stall_s:.1f}"
+        numbers = f"{stage.seconds:.3f} | {of_step:.1%} | {idle_s:.3f} | {1e3 * stage.stall_s:.1f}"
         lines.append(f"| {name} | {numbers} |")
 
     lines += [
@@ -125,9 +127,10 @@ def to_markdown(summary: TraceSummary, *, title: str) -> str:
         f"| {kind} | calls | s | share |",
         "|---|---|---|---|",
     ]
+
     for row in summary.work:
-        share = row.seconds / summary.work_s
-        lines.append(f"| `{_short(row.name)}` | {row.count} | {row.seconds:.4f} | {share:.1%} |")
+        of_work = row.seconds / summary.work_s
+        lines.append(f"| `{_short(row.name)}` | {row.count} | {row.seconds:.4f} | {of_work:.1%} |")
     return "\n".join(lines) + "\n"
 
 
@@ -161,6 +164,7 @@ def _stages(marks: Sequence[TraceEvent], busy: _BusyTime) -> list[StageShare]:
     seconds: dict[str, float] = defaultdict(float)
     busy_s: dict[str, float] = defaultdict(float)
     stall_s: dict[str, float] = defaultdict(float)
+
     for name, begin, end in _segments(marks):
         busy_us, stall_us = busy.within(begin, end)
         seconds[name] += (end - begin) / US
@@ -171,6 +175,7 @@ def _stages(marks: Sequence[TraceEvent], busy: _BusyTime) -> list[StageShare]:
         StageShare(name=name, seconds=value, busy_s=busy_s[name], stall_s=stall_s[name])
         for name, value in seconds.items()
     ]
+
     return sorted(rows, key=lambda row: -row.seconds)
 
 
@@ -181,6 +186,7 @@ def _segments(marks: Sequence[TraceEvent]) -> Iterator[tuple[str, float, float]]
     waiting = sorted(marks, key=lambda mark: (mark["ts"], -mark["dur"]))
     waiting.reverse()
     stack: list[TraceEvent] = []
+
     for begin, end in pairwise(edges):
         while stack and _end(stack[-1]) <= begin:
             stack.pop()
@@ -212,12 +218,14 @@ def _own_times(events: list[TraceEvent]) -> list[tuple[str, float]]:
     events.sort(key=lambda event: (event["ts"], -event["dur"]))
     own_us = [event["dur"] for event in events]
     callers: list[int] = []
+
     for index, event in enumerate(events):
         while callers and _end(events[callers[-1]]) <= event["ts"]:
             callers.pop()
         if callers:
             own_us[callers[-1]] -= event["dur"]
         callers.append(index)
+
     # Times are rounded, so a sum of called ones may exceed its caller.
     return [(event["name"], max(0.0, us)) for event, us in zip(events, own_us, strict=True)]
 

@@ -43,12 +43,14 @@ def _speed(metrics: Mapping[str, float]) -> list[str]:
     parts = []
     if "perf/samples_per_s" in metrics:
         parts.append(f"{format_number(metrics['perf/samples_per_s'])} samples/s")
+
     for kind, factor, unit in (("mfu", 100, "% MFU"), ("tflops", 1, "TFLOP/s")):
         rates = [metrics.get(f"perf/{kind}_{stage}") for stage in ("rollout", "train")]
         shown = [format_number(factor * rate) for rate in rates if rate is not None]
         if shown:
             parts.append(f"{'/'.join(shown)} {unit}")
             break
+
     return parts
 
 

@@ -213,6 +213,7 @@ def read_step_samples(folder: Path, step: int) -> list[SavedSample]:
     samples = []
     path = folder / INDEX_NAME
     lines = read_lines(path) if path.exists() else []
+
     for number, line in enumerate(lines, start=1):
         try:
             entry = parse_line(line)

@@ -63,6 +63,7 @@ class TensorBoardTracker(Tracker):
         small = [shrunk(frames, VIDEO_SIDE) for frames in videos]
         num_frames = max(map(len, small))
         grids = []
+
         for index in range(num_frames):
             # A shorter video stands still at its end.
             stills = [frames[min(index, len(frames) - 1)][None] for frames in small]
@@ -93,6 +94,7 @@ def markdown_table(samples: Sequence[SavedSample]) -> str:
     has_total = any(sample.reward is not None for sample in samples)
     head = ["", "prompt", *(["reward"] if has_total else []), *names]
     rows = [head, ["---"] * len(head)]
+
     for number, sample in enumerate(samples, start=1):
         values = [sample.reward] if has_total else []
         values += [sample.rewards.get(name) for name in names]

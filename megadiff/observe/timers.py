@@ -37,6 +37,7 @@ class Timers:
         self.running |= {name}
         # Steady, unlike time.time(), which an NTP correction moves.
         start_s = time.perf_counter()
+
         try:
             with self.mark(name) if self.mark else nullcontext():
                 yield

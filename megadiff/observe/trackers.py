@@ -75,6 +75,7 @@ def _drop_rows_after(path: Path, step: int) -> None:
 
     lines = read_lines(path)
     earlier = []
+
     for line in lines:
         row = parse_row(line)
         # A line without its end would run into the next that is written.
@@ -169,6 +170,7 @@ def read_evaluated(run_folder: Path, step: int) -> list[SavedSample]:
     if not (folder / RECORD_NAME).is_file():
         return []
     saved = []
+
     for sample in read_evaluation(folder).samples:
         if sample.file and (folder / sample.file).is_file():
             saved.append(
@@ -183,6 +185,7 @@ def read_evaluated(run_folder: Path, step: int) -> list[SavedSample]:
                     policy_version=step,
                 )
             )
+
     return saved
 
 
@@ -210,4 +213,5 @@ def build_trackers(
     # After the folder's tracker, which has dropped the rows of later steps.
     built.append(PromTracker(run_folder))
     built.append(Alarm(run_folder, config=config, rows=read_rows(run_folder / METRICS_NAME)))
+
     return Trackers(built, run_folder=run_folder, last_step=resume_step or BEFORE_ALL)

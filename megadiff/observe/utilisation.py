@@ -45,6 +45,7 @@ def utilisation(
     second of rollout.
     """
     rated = dict(metrics)
+
     for stage, seconds in STAGES.items():
         work = rated.pop(f"perf/tflop_{stage}", None)
         tokens = rated.pop(f"perf/tokens_{stage}", None)

@@ -81,6 +81,7 @@ class WandbTracker(Tracker):
         has_total = any(sample.reward is not None for sample in samples)
         columns = ["step", "picture", "prompt", *(["reward"] if has_total else []), *names]
         table = self._wandb.Table(columns=[*columns, "prompt_id", "sample_index", "policy_version"])
+
         for sample in samples:
             values = [sample.reward] if has_total else []
             values += [sample.rewards.get(name) for name in names]

@@ -44,6 +44,7 @@ from megadiff.train.sampling import sampling_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the plan to stdout and return the exit code."""
     options, config_arguments = parser(__doc__ or "").parse_known_args(argv)
+
     try:
         config = load_config([*options.config, *config_arguments])
         machine = machine_of(options)
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     text = json.dumps(to_json(plan, network)) if options.json else to_text(plan, config, network)
     sys.stdout.write(f"{text}\n")
+
     return 0 if plan.pick else 1
 
 
@@ -77,6 +79,7 @@ def to_json(plan: MemoryPlan, network: Network) -> dict[str, object]:
     `nodes`: the most that the layout to take pays on, and what stops it.
     """
     layouts = plan.estimates
+
     return {
         "parameters": plan.model.num_parameters,
         "trained": plan.model.num_trained,
@@ -165,6 +168,7 @@ def to_text(plan: MemoryPlan, config: Config, network: Network) -> str:
         "",
         *node_lines(config, world_size=machine.world_size, ranks_per_node=machine.gpus_per_node),
     ]
+
     return "\n".join(lines)
 
 
@@ -179,6 +183,7 @@ def _rows(plan: MemoryPlan) -> list[str]:
     """Return a line for each layout, and one for all others that one obstacle rules out."""
     lines = []
     ruled_out: Counter[str] = Counter()
+
     for estimate in plan.estimates:
         if estimate.obstacle and estimate is not plan.configured:
             ruled_out[_brief(estimate.obstacle)] += 1
@@ -269,6 +274,7 @@ def _advice(plan: MemoryPlan, config: Config, network: Network) -> list[str]:
         of_backend = [other for other in fitting if other.placing.backend == backend]
         first = overrides(of_backend[0]) if of_backend else "no layout of it fits"
         lines.append(f"  of engine.backend={backend} the first: {first}")
+
     return lines
 
 
@@ -287,6 +293,7 @@ def _nothing_fits(plan: MemoryPlan, config: Config, *, text_tokens: int) -> list
             f"  its GPUs suffice, but {_gib(nearest.host_bytes)} GiB of host memory a GPU > "
             f"{_gib(plan.machine.host_budget)} GiB; try nodes with more (--host-gib), or more GPUs",
         ]
+
     return [
         f"nothing fits. Nearest: {overrides(nearest)}",
         f"  with {_gib(nearest.peak(worst))} GiB > {_gib(plan.machine.budget)} GiB in {worst}: "
@@ -334,6 +341,7 @@ def _remedy_lines(plan: MemoryPlan, config: Config, *, text_tokens: int) -> list
             "  Replicas are then on other GPUs, and announce themselves in that folder: "
             "`megadiff serve CONFIG.yaml …`"
         )
+
     return lines
 
 

@@ -159,12 +159,14 @@ def placings_of(machine: Machine) -> Iterator[Placing]:
     """Yield all that make sense: sp·tp within a node, copies of a sharded model one a node."""
     world = machine.world_size
     node = min(world, machine.gpus_per_node)
+
     for peers in _divisors(node):
         for tp in _divisors(peers):
             sizes = dict(world_size=world, dp=world // peers, sp=peers // tp, tp=tp)
             # VeOmni has no tensor parallelism. Keys of a dict: on one node both are 1.
             for dp_replicate in {1: None, world // node: None} if tp == 1 else ():
                 yield Placing(backend="veomni", layout=Layout(dp_replicate=dp_replicate, **sizes))
+
             for sequence_parallel in (True, False) if tp > 1 else (False,):
                 layout = Layout(dp_replicate=1, **sizes)
                 yield Placing(
@@ -180,6 +182,7 @@ def _preference(placing: Placing, config: Config, machine: Machine) -> tuple[int
     """
     layout = placing.layout
     spans_nodes = placing.backend == "veomni" and placing.shards > machine.gpus_per_node
+
     return (
         layout.tp,
         layout.sp,
@@ -272,6 +275,7 @@ def largest_budget(plan: MemoryPlan, estimate: Estimate) -> tuple[float, int]:
         if budget > largest and peak <= plan.machine.budget:
             largest = budget
             largest_peak = peak
+
     return largest, largest_peak
 
 
@@ -325,6 +329,7 @@ def _phases(
         # The bucket that is sent and the next one; the largest tensor, which is gathered on one
         # side and read on the other.
         phases["sync"] = resting | landing | {"buckets": 2 * bucket + 2 * largest}
+
     return phases
 
 
@@ -347,6 +352,7 @@ def _obstacle(config: Config, model: ModelShape, placing: Placing) -> str:
         validate(asked, dp=layout.dp, on_policy=build_algorithm(asked.algorithm).on_policy)
     except ConfigError as error:
         return str(error)
+
     return ""
 
 

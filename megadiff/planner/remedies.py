@@ -41,6 +41,7 @@ def find_remedy(plan: MemoryPlan, config: Config, *, text_tokens: int) -> Remedy
     for step in steps:
         if tries.fits(placings[0], [step], plan.machine):
             return tries.remedy([step], plan.machine)
+
     for placing in placings:
         if tries.fits(placing, together, plan.machine):
             needed = tries.needed(placing, together, plan.machine)
@@ -54,6 +55,7 @@ def find_remedy(plan: MemoryPlan, config: Config, *, text_tokens: int) -> Remedy
         placing = replace(placings[0], layout=larger)
         if tries.fits(placing, together, machine):
             return tries.remedy(tries.needed(placing, together, machine), machine)
+
     return None
 
 
@@ -94,6 +96,7 @@ class _Tries:
             for rows in _halves(self._config.train.microbatch_size):
                 if self.fits(placing, [*others, {ROWS: rows}], machine):
                     return [*others, {ROWS: rows}]
+
         return steps
 
     def remedy(self, steps: Sequence[Settings], machine: Machine) -> Remedy | None:

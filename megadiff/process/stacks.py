@@ -73,6 +73,7 @@ def announce(folder: Path, name: str) -> None:
         started=_started(pid),
         job=os.environ.get("SLURM_JOB_ID", ""),
     )
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _drop_ended(folder, name)
@@ -129,9 +130,11 @@ def _send(row: Announcement) -> bool:
         pidfd = os.pidfd_open(row.pid)
     except OSError:
         return False
+
     try:
         if not row.is_listening:
             return False
+
         with suppress(OSError):
             signal.pidfd_send_signal(pidfd, SIGNAL)
             return True

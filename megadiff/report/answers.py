@@ -40,6 +40,7 @@ def answers(run: RunRecord, ends: Verdict | None) -> list[PageAnswer]:
     has_reward = ends.key != LOSS
     trust = _can_it_be_trusted(run, has_reward=has_reward)
     is_good = work.mark == GOOD and trust.mark != BAD
+
     return [work, trust, _what_next(run, is_good=is_good, has_reward=has_reward)]
 
 
@@ -57,6 +58,7 @@ def _did_it_work(run: RunRecord, ends: Verdict) -> PageAnswer:
 
     mark, sentence = _heldout_change(run.heldout, leading)
     sentences = [sentence]
+
     for name in run.heldout.reward_names:
         if name in run.untrained and evaluation.is_share(name):
             sentences.append(f"Watched, not trained on: {_amount(run.heldout, name)}.")
@@ -149,5 +151,5 @@ def _weakest_task(heldout: Comparison) -> Iterator[str]:
         return
     means = {task: evaluation.estimate(reward, task).mean for task in evaluation.tasks}
     task = min(means, key=lambda name: means[name])
-    share = RewardFormat(is_share=True).value(means[task])
-    yield f"Most is left to learn in “{task}”, {share}: more prompts like it."
+    accuracy = RewardFormat(is_share=True).value(means[task])
+    yield f"Most is left to learn in “{task}”, {accuracy}: more prompts like it."

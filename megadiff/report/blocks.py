@@ -30,6 +30,7 @@ def plot(values: Values, *, width: int, height: int) -> tuple[list[str], Axis]:
     """
     axis = value_axis(finite(values))
     filled = []
+
     for value in resampled(values, width):
         eighths = 0
         if value is not None:
@@ -55,6 +56,7 @@ def sparkline(values: Values, width: int) -> str:
     low = min(numbers)
     span = max(numbers) - low
     cells = []
+
     for value in resampled(values, min(width, len(values))):
         if value is None:
             cells.append(" ")

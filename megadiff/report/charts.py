@@ -340,6 +340,7 @@ def overlay_chart(
     """
     smoothed = ""
     drawn = {name: line.values for name, line in lines.items()}
+
     for name, values in drawn.items() if smooth else ():
         if len(values) >= MIN_SMOOTHED:
             drawn[name] = running_mean(values, window=max(5, len(values) // 12))
@@ -354,6 +355,7 @@ def overlay_chart(
 
     curves = []
     series = []
+
     for name, line in lines.items():
         xs = [x_axis.place(step) for step in line.steps]
         points = list(zip(xs, y_axis.places(drawn[name])))

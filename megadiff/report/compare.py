@@ -94,6 +94,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
 def distinct_names(paths: Sequence[Path]) -> list[str]:
     """Return for each path as many of its last parts as tell it from all others."""
     names = []
+
     for path in paths:
         others = [other for other in paths if other != path]
         length = 1
@@ -159,6 +160,7 @@ def overlays(runs: Sequence[ComparedRun]) -> dict[str, list[Drawing]]:
 def gridded(rows: Rows, key: str, size: int) -> MetricCurve:
     """Return the curve of a metric at multiples of `size` steps, the same for every run."""
     groups: dict[int, list[float]] = {}
+
     for row in rows:
         if key in row:
             # Up to the multiple: a run's last point may stand a little right of its last step.
@@ -185,6 +187,7 @@ def summary_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
     head = ["run", "steps", "reward or loss, first → last"]
     head += [f"held-out {leading}"] if leading else []
     table = [[*head, "samples/s", "s a step", "in all"]]
+
     for run in runs:
         ends = verdict(run.rows) or verdict(run.rows, key=LOSS)
         change = MISSING
@@ -270,13 +273,16 @@ def pair_up(runs: Sequence[ComparedRun]) -> Pairing:
     """Pair each run's last evaluation with the first earlier run's that drew the same samples."""
     pairs: list[Pair] = []
     reasons: dict[str, str] = {}
+
     for number, run in enumerate(runs):
         if run.evaluation is None:
             reasons[run.name] = f"{run.name} has no evaluation (eval.every)"
             continue
+
         for earlier in runs[:number]:
             if earlier.evaluation is None:
                 continue
+
             try:
                 comparison = Comparison(evaluation=run.evaluation, baseline=earlier.evaluation)
             except ValueError as error:
@@ -295,6 +301,7 @@ def pair_up(runs: Sequence[ComparedRun]) -> Pairing:
 def _difference_rows(comparison: Comparison) -> Iterator[list[str]]:
     evaluation = comparison.evaluation
     baseline = comparison.baseline
+
     for reward in comparison.reward_names:
         form = reward_format([baseline, evaluation], reward)
         before = form.value(baseline.estimate(reward).mean)
@@ -312,6 +319,7 @@ def stage_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
     by_stage: dict[str, list[float | None]] = {stage: [] for stage in stages}
     whole = []
     speeds = []
+
     for run in runs:
         rows = [row for row in run.rows if step_seconds(row) is not None]
         steps = [stage_seconds(row) for row in rows]

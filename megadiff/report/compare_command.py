@@ -69,6 +69,7 @@ def write_comparison(path: Path, runs: Sequence[ComparedRun]) -> Path:
         leads=LEADS,
     )
     write_whole(path, page)
+
     return path
 
 

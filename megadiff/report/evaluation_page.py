@@ -172,6 +172,7 @@ def wall(
 
     columns = []
     files = []
+
     for (folder, record), name in zip(evaluations, names, strict=True):
         samples = record.by_identity
         columns.append((folder, samples, name))

@@ -44,6 +44,7 @@ def evaluation_strips(run_folder: Path) -> list[Drawing]:
             picture = pictures.get(look["path"]) if look else None
             row.append(look | {"picture": picture} if look and picture else None)
         strips.append({"caption": sample.caption, "looks": row})
+
     return strips if pictures else []
 
 
@@ -77,6 +78,7 @@ def _looks(
 ) -> list[Drawing | None]:
     """Return how each evaluation drew a sample, None where it has no picture of it."""
     looks: list[Drawing | None] = []
+
     for folder, evaluation in columns:
         drawn = evaluation.by_identity.get(sample.identity)
         if drawn is None or not drawn.file:
@@ -91,4 +93,5 @@ def _looks(
             "reward": drawn.rewards.get(leading_reward(evaluation)),
         }
         looks.append(look)
+
     return looks

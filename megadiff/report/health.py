@@ -79,6 +79,7 @@ def untrusted_sentences(rows: Rows, config: Mapping[str, Any]) -> Iterator[str]:
 def unsound_sentences(rows: Rows) -> Iterator[str]:
     """Yield what is wrong with the updates, then what takes too much of a step."""
     recent = rows[-RECENT_STEPS:]
+
     for key, (limit, sentence) in LIMITS.items():
         # Medians, here and below: a single odd step is no finding.
         typical = median(column(recent, key)) or 0.0

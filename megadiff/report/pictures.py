@@ -56,6 +56,7 @@ class Picture:
 def load_pictures(paths: Sequence[Path]) -> dict[Path, Picture]:
     """Return all pictures that can be read; damaged or missing ones are skipped with a warning."""
     originals = {}
+
     for path in paths:
         original = video.video_size(path) if path.suffix == video.SUFFIX else _read_image(path)
         if original is not None:
@@ -66,6 +67,7 @@ def load_pictures(paths: Sequence[Path]) -> dict[Path, Picture]:
         pictures = _shrink_all(originals, side, budget=SECTION_BYTES, is_lossless=is_lossless)
         if pictures is not None:
             return pictures
+
     # The smallest side has no limit: a large page is better than none.
     return _shrink_all(originals, SIDES[-1], budget=math.inf, is_lossless=False) or {}
 
@@ -76,6 +78,7 @@ def _shrink_all(
     """Return pictures with sides ≤ `side`; None as soon as they take more bytes than the budget."""
     pictures = {}
     num_bytes = 0
+
     for path, original in originals.items():
         if isinstance(original, Image.Image):
             size = original.size
@@ -144,6 +147,7 @@ def pick_rows(samples: Sequence[SavedSample]) -> list[list[SavedSample | None]]:
 
     rows: list[list[SavedSample | None]] = []
     columns: set[int] = set()
+
     for by_step in prompts:
         steps = evenly_spaced(sorted(by_step), MAX_COLUMNS)
         rows.append([by_step[step] for step in steps])
@@ -165,7 +169,11 @@ def step_rows(samples: Sequence[SavedSample]) -> list[list[SavedSample]]:
 
 def comes_again(rows: Sequence[Sequence[SavedSample | None]]) -> bool:
     """Return True where a row of pick_rows() shows its prompt at two steps or more."""
-    return any(sum(sample is not None for sample in row) > 1 for row in rows)
+    for row in rows:
+        num_looks = sum(sample is not None for sample in row)
+        if num_looks > 1:
+            return True
+    return False
 
 
 def strips(samples: Sequence[SavedSample]) -> list[Drawing]:
@@ -179,6 +187,7 @@ def strips(samples: Sequence[SavedSample]) -> list[Drawing]:
         rows = step_rows(samples)
     pictures = load_pictures([sample.path for row in rows for sample in row if sample])
     drawn = [_strip(row, pictures, is_by_prompt=is_by_prompt) for row in rows]
+
     return drawn if pictures else []
 
 
@@ -201,6 +210,7 @@ def look(sample: SavedSample, pictures: Mapping[Path, Picture]) -> Drawing | Non
         return None
     step = f"step {sample.step}"
     weights = f"weights of version {sample.policy_version}"
+
     return {
         "picture": pictures[sample.path],
         "alt": f"{sample.caption}, {step}",

@@ -70,6 +70,7 @@ def section_keys(keys: Sequence[str]) -> dict[str, list[str]]:
     sections: dict[str, list[str]] = {name: [] for name in TEXTS["sections"]}
     # texts.yaml has them in the order in which a reader wants them.
     named = [key for key in TEXTS["metrics"] if key in keys]
+
     for key in dict.fromkeys([*named, *sorted(keys)]):
         area, _, quantity = key.partition("/")
         if area == "reward" and "/" in quantity:
@@ -241,11 +242,13 @@ def stage_seconds(row: Row) -> dict[str, float]:
     """
     seconds = {stage: row.get(stage_key(stage)) or 0.0 for stage in STAGES}
     hidden = row.get("time/hidden_s") or 0.0
+
     for stage in ("rollout", "reward"):
         cut = min(seconds[stage], hidden)
         seconds[stage] -= cut
         hidden -= cut
     whole = step_seconds(row) or 0.0
+
     return {**seconds, UNTIMED: max(0.0, whole - sum(seconds.values()))}
 
 
@@ -261,6 +264,7 @@ def stage_times(rows: Rows) -> Drawing | None:
     groups = buckets(rows, MAX_TIME_BARS)
     stacks = {}
     stages = []
+
     for stage, hint in TEXTS["stages"].items():
         seconds = [step[stage] for step in steps]
         if not any(seconds):
@@ -281,6 +285,7 @@ def stage_times(rows: Rows) -> Drawing | None:
     # Timers within a stage, or of what is in none, such as an evaluation.
     listed = {stage_key(stage) for stage in (*STAGES, "step")}
     inner = {}
+
     for key in metric_keys(rows):
         typical_s = median(column(rows, key))
         if key.startswith("time/") and key not in listed and typical_s is not None:
@@ -338,4 +343,5 @@ def write_report(run_folder: Path) -> Path:
         sections=sections,
     )
     logger.info("report %s, %.1f MB", path, path.stat().st_size / 1e6)
+
     return path

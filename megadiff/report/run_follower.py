@@ -90,6 +90,7 @@ class MetricsFollower:
         new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
+
         for line in whole.decode("utf-8", errors="replace").split("\n"):
             row = parse_row(line)
             if row is not None:

@@ -29,6 +29,7 @@ MOST_REPLICAS = 8  # of the table, the most idle ones
 def speed_table(rows: Rows) -> list[tuple[str, str]]:
     """Return (what it is, median with its unit) of every figure that the run has, under a head."""
     table = []
+
     for key, (label, factor, unit) in FIGURES.items():
         value = median(column(rows, key))
         if value is not None:

@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A terminal that is not UTF-8 shows question marks, rather than none of it.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     console = Console(highlight=False, markup=False, emoji=False)
+
     try:
         with no_notes():
             follower = RunFollower(args.run)
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except (KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, or the end of `| head`
         pass
+
     return 0
 
 
@@ -92,6 +94,7 @@ def quit_key() -> Iterator[Callable[[float], bool]]:
     before = termios.tcgetattr(keyboard)
     # Keys arrive without Enter; Ctrl-C still interrupts.
     tty.setcbreak(keyboard)
+
     try:
         yield lambda seconds: _has_quit(keyboard, seconds)
     finally:

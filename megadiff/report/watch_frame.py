@@ -260,6 +260,7 @@ def _heldout_cells(view: RunView, is_wide: bool) -> Iterator[FigureCells]:
     leading = leading_reward(evaluation)
     names = sorted(evaluation.reward_names, key=lambda name: name != leading)
     percent = "95 %: " if is_wide else ""
+
     for name in names:
         form = RewardFormat(evaluation.is_share(name))
         now = form.value(evaluation.estimate(name).mean)
@@ -300,6 +301,7 @@ def _stages(view: RunView, width: int) -> Iterator[RenderableType]:
     whole = median(step_seconds(row) for row in recent)
     yield from _title("A step", f"{pretty_number(whole)} s, median of the last {len(recent)}")
     table = _grid("left", "right", "right", "left")
+
     for name, value in seconds.items():
         if value:
             drawn = Text(bar(value / total, max(8, width - 32)), style="cyan")
@@ -345,6 +347,7 @@ def _samples(view: RunView, width: int, detail: Detail) -> Iterator[RenderableTy
 
     yield from _title("Samples", f"of step {shown[0].step}")
     table = _grid("right", "left")
+
     for sample in shown:
         prompt = clean(sample.caption)
         values = ", ".join(f"{k} {format_number(v)}" for k, v in sample.rewards.items())

@@ -96,6 +96,7 @@ def config_spec(config: Config, **settings: Any) -> ReplicaSpec:
         # as a run of separate replicas writes them (train/replicas.py)
         in_run = Path(config.run.dir, config.run.name, "weights")
         told["weights"] = Path(config.sync.folder) if config.sync.folder else in_run
+
     return ReplicaSpec(**told | settings)
 
 
@@ -125,6 +126,7 @@ def read_spec(file: Path) -> ReplicaSpec:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the parser a flag for every field but the model. Absent ones are None."""
     hints = get_type_hints(ReplicaSpec)
+
     for row in fields(ReplicaSpec):
         if row.name == "model":
             continue

@@ -148,6 +148,7 @@ class BatchSource:
             self._hidden_s = 0.0
         figures |= self._replica_figures
         self._replica_figures = {}
+
         return samples, figures
 
     def settle(self) -> None:
@@ -178,6 +179,7 @@ class BatchSource:
         # In the order in which samples move on, so that none is missed on its way.
         draw = self._draw
         waiting = (_samples(draw) if draw and draw.scored else None, self._next, self._current)
+
         for samples in waiting:
             if samples and samples.step == step:
                 return partial(write_batch, samples=samples, mesh=self._mesh)
@@ -264,6 +266,7 @@ class BatchSource:
         self._next = replace(_samples(draw), groups=groups, rewards=rewards)
         self._replica_figures = replica_figures(gather_json(draw.work(), self._mesh.cpu_group))
         self._draw = None
+
         return self._next
 
     def _staleness(self, samples: StepSamples) -> float:
@@ -298,6 +301,7 @@ def _problem(saved: StepSamples | None, requests: Sequence[RolloutRequest], scor
             f"those of the checkpoint were scored by {', '.join(sorted(names))}, and the run has "
             f"{', '.join(sorted(scorer.weights))}"
         )
+
     return ""
 
 

@@ -250,6 +250,7 @@ def build_replicas(
         offload=engine.offload,
         report=events.write,
     )
+
     return stack.enter_context(closing(replicas))
 
 
@@ -267,6 +268,7 @@ def _build_rescue(
     # each attempt has a folder of its own: ranks left over from another write elsewhere
     board = Board(folder, rank=mesh.rank, world_size=mesh.world_size)
     agreed(board.lay_out, mesh.cpu_group, here=mesh.rank == 0)
+
     return Rescue(
         engine,
         checkpoints,
@@ -298,6 +300,7 @@ def _build_recorder(
         rank=mesh.rank,
         device_type=mesh.device.type,
     )
+
     return Recorder(
         trackers,
         bar,

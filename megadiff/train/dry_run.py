@@ -78,6 +78,7 @@ def node_lines(config: Config, *, world_size: int, ranks_per_node: int) -> list[
         on_gpus=config.run.device != "cpu",
     )
     lines = []
+
     for first in range(0, num_nodes * num_ranks, num_ranks):
         line = f"node {first // num_ranks}: torchrun starts ranks {first}-{first + num_ranks - 1}"
         if is_colocated:
@@ -91,6 +92,7 @@ def node_lines(config: Config, *, world_size: int, ranks_per_node: int) -> list[
             f"other nodes: you start {replicas} (rollout.tp={rollout.tp}): "
             f"megadiff serve MODEL --host ADDRESS --port 0 --registry {rollout.registry}"
         )
+
     return lines
 
 
@@ -102,6 +104,7 @@ def to_text(plan: JsonObject, *, as_json: bool) -> str:
     low, high = plan["sde_window_range"] if plan["sde_window_size"] else (0, 0)
     lines = ["step  sigma     sigma_next  (* = may be stochastic)"]
     sigmas: list[float] = plan["sigmas"]
+
     for index, (sigma, sigma_next) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
         lines.append(
             f"{index:4d}{'*' if low <= index < high else ' '} {sigma:.6f}  {sigma_next:.6f}"

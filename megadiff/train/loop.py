@@ -48,6 +48,7 @@ def train(run: Run) -> None:
             with timers("train"):
                 stats |= update(engine, run.algorithm, groups, rewards, progress=progress)
             run.rescue.finish_step(progress, run.batches.position())
+
             with timers("measure"):
                 stats |= reward_metrics(rewards, drawn.figures, mesh)
                 stats |= diversity_metrics(groups, mesh)
@@ -71,6 +72,7 @@ def pass_gate(run: Run) -> dict[str, float]:
     progress = run.progress
     timers = run.recorder.timers
     run.replicas.rest()  # preparing the calls needs the GPU's memory
+
     with timers("parity"):
         prompts = run.prompts.peek().prompts
         calls = probe.prepare(engine.adapter, prompts, config=engine.config, mesh=engine.mesh)

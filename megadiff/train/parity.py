@@ -95,6 +95,7 @@ def check(
         replica = checked[turn % num_replicas]
         groups = _sample(fleet, replica, call, sampling, engine=engine, step=step)
         replicas.trim()  # the trainer's forwards need what sampling took
+
         for index, row in enumerate(_gaps(engine, groups, call, step=step)):
             if not problem and (text := verdict(row, config)):
                 problem = f"{text} in {_whose(groups[index], index, len(groups))}"
@@ -115,6 +116,7 @@ def check(
         advice = "fix the cause, or set parity.mode=warn to train all the same"
         error = ParityError(f"{problem}; {advice}") if problem else None
         raise_together(error, mesh.cpu_group)
+
     return gaps
 
 
@@ -145,6 +147,7 @@ def recomputes(gaps: Figures, algorithm: AlgorithmConfig, *, before: bool) -> bo
         gap,
         limit,
     )
+
     return before
 
 
@@ -156,6 +159,7 @@ def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, 
     """
     low, high = sampling.sde_window_range
     samplings = {}
+
     for component, steps in component_steps(adapter, sampling).items():
         # The last step (to sigma 0) is never stochastic.
         steps = [step for step in steps if step < sampling.num_inference_steps - 1]
@@ -165,6 +169,7 @@ def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, 
             size = min(sampling.sde_window_size or 2, len(steps))
             within = (steps[0], steps[-1] + 1)
             samplings[component] = replace(sampling, sde_window_size=size, sde_window_range=within)
+
     return samplings
 
 
@@ -245,6 +250,7 @@ def _sample(
         engine.mesh.cpu_group,
         here=engine.mesh.is_model_group_source,
     )
+
     return broadcast_groups(groups or [], len(requests), mesh=engine.mesh)
 
 
@@ -259,6 +265,7 @@ def _gaps(
     log_prob_key = UNLIKE_GAP if call.is_unlike else LOG_PROB_GAP
     gaps_NW = _log_prob_gaps(engine, _batch(groups))
     rows = []
+
     for group, conditioning, mixed_GW in zip(
         groups, call.conditioning, gaps_NW.split(call.num_samples), strict=True
     ):
@@ -277,6 +284,7 @@ def _gaps(
                 log_prob_key: max(_largest(alone_GW), _largest(mixed_GW)),
             }
         )
+
     return rows
 
 
@@ -329,6 +337,7 @@ def _step_mean(
         window_start_N=torch.full_like(batch.window_start_N, index),
         sampling=replace(batch.sampling, sde_type=sde_type),
     )
+
     return log_probs(engine, step_batch).means_NWLC[:, 0]
 
 
@@ -343,6 +352,7 @@ def _conditioning_gap(
     if expected.keys() != group.conditioning.keys():
         return math.inf
     gaps = []
+
     for name, value in expected.items():
         actual = group.conditioning[name]
         if group.sampling.think_tokens and not name.startswith(NEGATIVE):
@@ -356,6 +366,7 @@ def _conditioning_gap(
             gaps.append(_gap(value, actual) / float(value.abs().max()))
         elif not torch.equal(value, actual):
             return math.inf
+
     return max(gaps)
 
 

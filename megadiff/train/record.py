@@ -163,6 +163,7 @@ class Recorder:
             peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         peaks = {"memory/peak_gib": peak_gib} | (self.memory.pop() if self.memory else {})
         peaks = all_reduce_max(peaks, self.mesh.cpu_group)
+
         return {key: peak for key, peak in peaks.items() if peak}
 
     def _evaluated(self, step: int) -> Figures:
@@ -209,6 +210,7 @@ def step_work(
     trained = train_sampling(config, algorithm)
     work = {"rollout": 0.0, "train": 0.0}
     counts = {"perf/tokens_rollout": 0.0, "perf/tokens_train": 0.0, IMAGES: 0.0}
+
     for group in groups:
         num_text_tokens = adapter.num_text_tokens(group.conditioning)
         forward = adapter.flops(group.sampling, num_text_tokens) / 1e12
@@ -227,6 +229,7 @@ def step_work(
 
     sums = all_reduce_sums({**work, **counts}, mesh.cpu_group)
     figures = {name: sums[name] / num_copies for name in counts}
+
     for stage in work:
         if num_devices[stage]:  # 0: replicas that others started, on nobody knows how many
             figures[f"perf/tflop_{stage}"] = sums[stage] / num_copies / num_devices[stage]
@@ -253,6 +256,7 @@ def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> Figures:
     # all of them on every rank, also on one without groups: the all-reduce takes equal keys
     others = ("clipped_share", "count", "colour_entropy_bit", "open_count", "motion")
     sums = dict.fromkeys((*THUMBNAIL_FIGURES, *others), 0.0)
+
     for group in groups:
         frames_GHWC = group.middle_frames_GHWC
         small = diversity.thumbnails(frames_GHWC)
@@ -298,6 +302,7 @@ def sample_records(
     records = []
     # by text, since the order of prompts changes from step to step
     order = sorted(range(len(groups)), key=lambda index: groups[index].prompt.text)
+
     for index in order[:SAMPLE_PROMPTS]:
         group = groups[index]
         for row, sample_index in enumerate(group.sample_indices[:SAMPLES_PER_PROMPT]):
@@ -314,4 +319,5 @@ def sample_records(
                 thought=group.thought,
             )
             records.append(record)
+
     return records

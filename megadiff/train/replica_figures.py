@@ -27,6 +27,7 @@ def draw_work(
     names: of the replicas that could have drawn. A call is [seconds, of which it waited].
     """
     by_replica: dict[str, list[list[float]]] = {name: [] for name in names}
+
     for call in calls:
         if call.replica:
             by_replica.setdefault(call.replica, []).append([call.engine_s, call.queue_s])
@@ -42,6 +43,7 @@ def replica_figures(work_of_ranks: Iterable[JsonObject | None]) -> Figures:
     rows = [work for work in work_of_ranks if work is not None]
     drawing_s = max((row["seconds"] for row in rows), default=0.0)
     calls: dict[str, list[Sequence[float]]] = {}
+
     for row in rows:
         for name, of_replica in row["calls"].items():
             calls.setdefault(name, []).extend(of_replica)
@@ -50,6 +52,7 @@ def replica_figures(work_of_ranks: Iterable[JsonObject | None]) -> Figures:
 
     idle: dict[str, float] = {}
     waits: dict[str, float] = {}
+
     for name, of_replica in calls.items():
         busy_s = sum(seconds - queue_s for seconds, queue_s in of_replica)
         # Beyond 1 where a call was made for nothing, and again elsewhere.
@@ -59,7 +62,7 @@ def replica_figures(work_of_ranks: Iterable[JsonObject | None]) -> Figures:
 
     figures = {IDLE_SHARE: fmean(idle.values()), QUEUE_S: fmean(waits.values())}
     if 1 < len(calls) <= MOST_NAMED:
-        figures |= {f"{IDLE_SHARE}/{key_name(name)}": share for name, share in idle.items()}
+        figures |= {f"{IDLE_SHARE}/{key_name(name)}": idle[name] for name in idle}
         figures |= {f"{QUEUE_S}/{key_name(name)}": wait_s for name, wait_s in waits.items()}
     return figures
 

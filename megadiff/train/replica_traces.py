@@ -22,6 +22,7 @@ def traced_replicas(fleet: Fleet, folder: Path) -> Iterator[None]:
     """
     clients = [client for client in fleet.replicas if _begin(client)]
     yield
+
     for client in clients:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -59,6 +59,7 @@ def users_of(config: Config, mesh: Mesh) -> ReplicaUsers:
             node=None,
         )
     dp = max(1, mesh.local_world_size // (mesh.sp * mesh.tp))
+
     return ReplicaUsers(
         source=mesh.node_source,
         group=mesh.cpu_node_group,
@@ -123,6 +124,7 @@ def launch(config: Config, mesh: Mesh, adapter: ModelAdapter, folder: Path) -> l
     processes = agreed(
         lambda: _launch(config, mesh, folder, token, shared_base=shared), mesh.cpu_group, here=here
     )
+
     return processes or []
 
 
@@ -179,6 +181,7 @@ def _launch(
                 token=token,
             )
         )
+
     return processes
 
 

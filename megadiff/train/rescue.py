@@ -304,6 +304,7 @@ class Rescue:
         finished_step = states[0].finished_step
         progress = self._settled_at.progress
         write = self._in_flight
+
         try:
             if write and min(state.writing_step for state in states) >= finished_step:
                 # Every rank has a copy of this step, which no update of the next one has changed.
@@ -329,6 +330,7 @@ class Rescue:
                 self.checkpoints.complete(aside, progress)
             except (OSError, ValueError) as error:
                 return f"{type(error).__name__}: {error}"
+
         return ""
 
     def _leave(self) -> None:
@@ -365,6 +367,7 @@ def _outcome(checkpoints: Checkpoints, first: RankState, problem: str) -> str:
     updates = "1 update" if more == 1 else f"{more} updates"
     beyond = f" (with {updates} of step {first.finished_step + 1}, which is repeated)"
     folder = checkpoints.folder_of(first.finished_step)
+
     return f"saved {folder}{beyond if more else ''}; {then}"
 
 
@@ -384,4 +387,5 @@ def disagreement(states: list[RankState]) -> str:
                 f"rank {first.rank} is at optimizer step {first.steps}, "
                 f"rank {state.rank} at {state.steps}: their weights are of two policies"
             )
+
     return ""

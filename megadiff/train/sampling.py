@@ -56,6 +56,7 @@ def sampling_of(config: RolloutConfig) -> Sampling:
     # a request's own images have sizes of their own, which its prompt decides
     images = ((config.height, config.width),) if config.images else ()
     keys |= thinking(config.stage_config)
+
     return Sampling(**keys | {"sde_window_range": (low, high), "images": images})
 
 
@@ -110,6 +111,7 @@ def sample_and_score(
     """
     # the peers' GPUs hold replicas too, so their waiting is time of the rollout
     waiting = nullcontext() if mesh.is_model_group_source else timers("rollout")
+
     with timers("sample"), waiting:
         finish(draw, here=mesh.is_model_group_source)
         fetched = agreed(draw.conclude, mesh.cpu_group, here=mesh.is_model_group_source)
@@ -200,6 +202,7 @@ class Draw:
                 self._scorer.submit(self._arrived[index])
                 self._on_samples(len(group.sample_indices))
         self._drawing_s += time.monotonic() - start_s
+
         return len(self._arrived) == len(self.requests)
 
     def work(self) -> JsonObject | None:
@@ -259,6 +262,7 @@ def given_images(
     Raises ValueError for a file that is no readable image, and for sizes that the model refuses.
     """
     images = []
+
     for file in files:
         pixels_HWC = read_image(file)
         rows, columns = pixels_HWC.shape[:2]
@@ -302,4 +306,5 @@ def broadcast_groups(groups: list[RolloutGroup], count: int, *, mesh: Mesh) -> l
             payload, source=mesh.model_group_source, group=mesh.cpu_model_group
         )
         received += [groups[index]] if mesh.is_model_group_source else decode_groups(payload)
+
     return received

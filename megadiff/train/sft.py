@@ -34,6 +34,7 @@ def train_sft(run: SftRun) -> None:
             with timers("data"):
                 # an image that cannot be read on one rank would leave the others in the update
                 drawn = agreed(lambda: next(run.batches), engine.mesh.cpu_group)
+
             with timers("train"):
                 try:
                     batch = with_other_policies(engine, run.algorithm, drawn)

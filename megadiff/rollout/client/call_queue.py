@@ -36,6 +36,7 @@ def calls(
     most = max(1, min(batch_size // max(group_sizes), most_groups))
     rounds = math.ceil(num_groups / (most * num_replicas))
     per_call = math.ceil(num_groups / (rounds * num_replicas))
+
     return [
         range(first, min(first + per_call, num_groups)) for first in range(0, num_groups, per_call)
     ]
@@ -175,6 +176,7 @@ class CallQueue:
         usual = sum(rates) / len(rates) if rates else 1.0
         size = self._waiting[0].num_samples  # calls but the last are of one size
         heap = []
+
         for order, (name, worker) in enumerate(self._workers.items()):
             start_s, rate = worker.outlook(usual, now_s)
             heap.append((start_s + rate * size, order, name, rate))
@@ -185,6 +187,7 @@ class CallQueue:
             if name in free and not call.errors:
                 return call, name
             heapq.heapreplace(heap, (finish_s + rate * call.num_samples, order, name, rate))
+
         return None, ""
 
     def succeed(
@@ -224,6 +227,7 @@ class CallQueue:
             call.num_losses += 1
         self._waiting.appendleft(call)
         is_last = is_answer and all(name in call.errors for name in self._workers)
+
         return worker.num_failures >= MAX_FAILURES or is_last
 
     def given_s(self, call: ReplicaCall, replica: str) -> float:
@@ -241,4 +245,5 @@ class CallQueue:
             call.num_losses += 1
         self._waiting.extendleft(reversed(calls))
         self._rates.pop(replica, None)
+
         return calls

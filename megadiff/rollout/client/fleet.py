@@ -118,11 +118,13 @@ class Fleet(AbstractContextManager["Fleet"]):
         """
         queue = CallQueue(self.plan(requests) if calls is None else calls, *self._known())
         futures: dict[Future[Drawn], tuple[ReplicaCall, ReplicaClient]] = {}
+
         try:
             while not queue.is_over and not queue.is_stuck:
                 self._drop_lost(queue, requests)
                 self._give_out(queue, requests, futures)
                 done, _ = wait(futures, timeout=POLL_S, return_when=FIRST_COMPLETED)
+
                 # Answers first: a failure gives the replica up, with all that it had.
                 for future in sorted(done, key=lambda future: future.exception() is not None):
                     call, client = futures.pop(future)
@@ -183,6 +185,7 @@ class Fleet(AbstractContextManager["Fleet"]):
             outstanding=drawn.outstanding,
             now_s=time.monotonic(),
         )
+
         return drawn
 
     def _take_back(
@@ -328,6 +331,7 @@ class Fleet(AbstractContextManager["Fleet"]):
                 most_groups=LIMITS.num_requests(sampling.images),
             )
             batches += [indices[cut.start : cut.stop] for cut in cuts]
+
         return batches
 
     def weight_targets(self) -> list[WeightTarget]:

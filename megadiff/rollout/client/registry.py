@@ -92,6 +92,7 @@ def wait_until_announced(
     """
     start_s = time.monotonic()
     last_line_s = start_s
+
     with closing(RegistryWatch(registry, token=token, run=run)) as waiting:
         while True:
             healthy = waiting.look()
@@ -152,12 +153,14 @@ def read_claims(registry: Path) -> tuple[list[Claim], dict[Path, str]]:
             reasons[path] = f"cannot be read: {error.strerror}"
         except ValueError as error:
             reasons[path] = str(error)
+
     return claims, reasons
 
 
 def _read_entry(path: Path) -> JsonObject:
     """Return what an announcement says. Raises ValueError that says why it is none, and OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("not a regular file")
@@ -168,6 +171,7 @@ def _read_entry(path: Path) -> JsonObject:
 
     if len(body) > ANNOUNCEMENT_BYTES:
         raise ValueError(f"larger than {ANNOUNCEMENT_BYTES} bytes")
+
     try:
         entry = json.loads(body.decode())
     # JSON that is nested too deeply ends in a RecursionError
@@ -269,6 +273,7 @@ class RegistryWatch:
         # Only a proven one takes its name: else a claim could keep the real replica out.
         taken: dict[str, Path] = {}
         healthy = []
+
         for claim in self.claims:
             if claim.address in self._settled:
                 taken |= dict.fromkeys(claim.address, claim.path)
@@ -320,4 +325,5 @@ def _visit(address: Address, *, token: str | None, run: str) -> Visit:
             if error.status is None:
                 return Visit(reason="no answer from here")
             return Visit(reason=error.message[:300], is_odd=error.status == UNUSABLE)
+
     return Visit(health=health)

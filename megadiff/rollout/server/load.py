@@ -28,6 +28,7 @@ class Load:
             self._busy_since_s = self._clock()
         self.num_calls += 1
         self.num_samples += num_samples
+
         try:
             yield
         finally:

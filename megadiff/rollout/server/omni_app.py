@@ -48,6 +48,7 @@ def check_versions() -> str:
         raise ValueError(
             f"vllm {vllm.__version__} beside vllm-omni {omni}: their minor versions must match"
         )
+
     return omni
 
 
@@ -114,6 +115,7 @@ async def build_app(engine: Any, spec: ReplicaSpec) -> FastAPI:
     app.include_router(APIRouter(routes=routes))
     api_server._register_omni_exception_handlers(app)
     await api_server.omni_init_app_state(engine, app.state, _server_arguments(spec))
+
     return app
 
 
@@ -144,6 +146,7 @@ def _server_arguments(spec: ReplicaSpec) -> Any:
         ["serve", str(spec.model), "--omni", "--served-model-name", spec.name]
     )
     arguments.model = str(spec.model)
+
     return arguments
 
 

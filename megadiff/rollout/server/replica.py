@@ -87,6 +87,7 @@ class Replica:
         Raises Refused.
         """
         self.policy.require_ready()
+
         try:
             with self.load.drawing(num_samples):
                 yield self.policy.version
@@ -132,9 +133,11 @@ class Replica:
         Raises Refused, and ValueError for a bad request or for requests that do not go together.
         """
         check_requests(requests, self.limits, self.model_rule)
+
         for request in requests:
             self.owner.check_generate(run, request.policy_version)
             self.policy.require_ready(request.policy_version)
+
         with self.owner.calling(run):
             num_samples = sum(len(request.sample_indices) for request in requests)
             async with self.generating(num_samples) as version, self.stoppable(receive) as stop:
@@ -173,6 +176,7 @@ class Replica:
         key = id(requests)
         began_s = time.time()
         self._drawing[key] = (shape, began_s)
+
         try:
             yield
             seconds = time.time() - began_s
@@ -204,6 +208,7 @@ class Replica:
             self.owner.check_begin(run)  # again: another run may have waited before this one
             self.policy.begin(version, manifest, lora)
             self.owner.take(run)
+
             with self.owner.calling(run):
                 await self._drained()
                 await call_worker(self.engine, "begin_push", dict(transport))
@@ -217,6 +222,7 @@ class Replica:
         self.owner.check(run)
         self.policy.check_bucket({})  # refuse before the body is read
         push = self.policy.num_pushes
+
         with self.owner.calling(run), bucket_file() as path:
             await self._receive(receive, path, run)
             async with self._weights_lock:
@@ -249,6 +255,7 @@ class Replica:
     async def _receive(self, receive: Any, path: Path, run: str | None) -> None:
         """Write the body to the file. Each chunk is a sign of life of the run."""
         size = 0
+
         with path.open("wb") as file:
             async for chunk in chunks(receive):
                 size += len(chunk)

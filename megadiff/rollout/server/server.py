@@ -226,6 +226,7 @@ def bind(host: str, port: int) -> socket.socket:
                 f"port {port} on {host} is in use; give another --port, or 0 for any free one"
             ) from None
         raise ValueError(f"cannot listen on {host} port {port}: {error}") from None
+
     return listener
 
 

@@ -246,6 +246,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             )
         used = self._views() | self.lora_manager.used()
         bound_modules = self.lora_manager.bound_modules(places=self._places)
+
         return self._gathered({"fingerprints": fingerprints(used), "bound_modules": bound_modules})
 
     def _load(self, pairs: Pairs) -> None:
