@@ -20,12 +20,15 @@ from megadiff.observe.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 PROM_NAME = "metrics.prom"
+EVERY_S = 5.0  # below a scrape's usual 15 s; a file for each short step would cost more than it
 PREFIX = "megadiff_run_"  # a replica's own metrics begin with megadiff_ alone
 _OF_REPLICA = re.compile(r"(perf/replica_[a-z_]+)/(\w+)")
 
 
 class PromTracker(Tracker):
     """Write the figures of the last step as gauges; a tracker. A failure only warns, once.
+
+    The file is at most 5 s behind, and whole at the end.
 
     time/rollout_s becomes megadiff_run_time_rollout_s{run="NAME"}. What is of one replica has it as
     a label.
@@ -35,9 +38,29 @@ class PromTracker(Tracker):
         self._path = run_folder / PROM_NAME
         self._run = run_folder.resolve().name
         self._has_warned = False
+        self._unwritten: Mapping[str, float] = {}
+        self._next_s = 0.0  # before this moment nothing is written
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = {"step": float(step), "step_finished_timestamp_seconds": time.time(), **metrics}
+        finished_s = time.time()
+        self._unwritten = {
+            "step": float(step),
+            "step_finished_timestamp_seconds": finished_s,
+            **metrics,
+        }
+
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + EVERY_S
+            self._write()
+
+    def close(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        values = self._unwritten
+        self._unwritten = {}
+        if not values:
+            return
         registry = CollectorRegistry()
         registry.register(_Gauges(values, run=self._run))
         try:

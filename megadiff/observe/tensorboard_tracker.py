@@ -18,6 +18,8 @@ from megadiff.observe.tracker import Tracker, import_for, reward_names
 MAX_VIDEOS = 8
 VIDEO_COLUMNS = 4
 VIDEO_SIDE = 160
+# Its own thread writes so often; to wait for it in each step would take milliseconds.
+FLUSH_S = 5
 PICTURE_SIDE = 512  # pixels; 16 whole pictures of 1024² would be 25 MB a step
 
 
@@ -33,14 +35,12 @@ class TensorBoardTracker(Tracker):
         # TensorBoard hides what an earlier attempt wrote from this step on.
         purge_step = resume_step + 1 if resume_step else None
         self._writer = module.SummaryWriter(
-            log_dir=str(run_folder / "tensorboard"), purge_step=purge_step
+            log_dir=str(run_folder / "tensorboard"), purge_step=purge_step, flush_secs=FLUSH_S
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
-
-        self._writer.flush()
 
     def pictures(self, name: str, step: int, samples: Sequence[SavedSample]) -> None:
         pixels = [read_pixels(sample.path) for sample in samples]

@@ -21,7 +21,9 @@ def test_the_last_step_is_there_with_every_figure(tmp_path):
     run.mkdir()
     tracker = PromTracker(run)
     tracker.log(3, {"time/rollout_s": 9.0})
-    tracker.log(4, METRICS)
+    assert "megadiff_run_time_rollout_s" in (run / PROM_NAME).read_text()
+    tracker.log(4, METRICS)  # right behind: it is written at the end
+    tracker.close()
     text = (run / PROM_NAME).read_text()
     samples = []
     for family in text_string_to_metric_families(text):
@@ -45,4 +47,5 @@ def test_a_file_that_cannot_be_written_warns_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         tracker.log(1, METRICS)
         tracker.log(2, METRICS)
+        tracker.close()
     assert len(caplog.records) == 1
