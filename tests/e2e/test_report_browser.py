@@ -17,6 +17,7 @@ from PIL import Image
 from synthetic_run import PROMPTS, TASKS, write_run
 
 from megadiff.observe.metrics import metric_keys, read_rows
+from megadiff.report.pictures import MAX_PROMPTS
 from megadiff.report.report import write_report
 
 BROWSER = next(
@@ -70,6 +71,13 @@ addEventListener("load", () => {
   seen.crosshairs = all(".crosshair.on").length;
   area.dispatchEvent(new PointerEvent("pointerleave"));
   seen.left = all(".crosshair.on, .tip.on").length;
+  const press = (key) => area.dispatchEvent(new KeyboardEvent("keydown", { key }));
+  area.focus();
+  press("End");
+  press("ArrowLeft");
+  seen.keyed = document.querySelector(".hero .tip").innerText;
+  area.blur();
+  seen.leftByKey = all(".crosshair.on, .tip.on").length;
   const paper = getComputedStyle(document.body).backgroundColor;
   document.getElementById("theme").click();
   seen.themes = [paper, getComputedStyle(document.body).backgroundColor];
@@ -156,19 +164,12 @@ def test_the_report_shows_the_run(report: Path, tmp_path: Path, width: int) -> N
         assert chart["width"] > 150 and chart["height"] > 80 and chart["ticks"] >= 5, chart
     assert seen["bars"] == 60 * 5
 
-    # a row a prompt, then best and worst by the one reward whose values differ
-    assert len(seen["images"]) == len(PROMPTS) * 7 + 4
+    # a row a held-out sample, then best and worst by the one reward whose values differ
+    assert len(seen["images"]) == MAX_PROMPTS * 7 + 4
     assert all(natural == 64 and shown > 60 for natural, shown, _ in seen["images"])
     assert {alt.rsplit(", step ", 1)[0] for _, _, alt in seen["images"]} == set(PROMPTS)
-    assert [int(alt.rsplit(" ", 1)[1]) for _, _, alt in seen["images"][:7]] == [
-        1,
-        10,
-        20,
-        30,
-        40,
-        50,
-        60,
-    ]
+    steps = [int(alt.rsplit(" ", 1)[1]) for _, _, alt in seen["images"][:7]]
+    assert steps == [0, 10, 20, 30, 40, 50, 60]
 
 
 @pytest.mark.parametrize("width", [1280, 500])
@@ -189,6 +190,7 @@ def test_held_out_samples_stand_side_by_side(report: Path, tmp_path: Path, width
 def test_the_report_answers_its_reader(report: Path, tmp_path: Path) -> None:
     seen = look(report, tmp_path, width=1280)
     assert seen["tip"].startswith("step 60") and re.search(r"Reward\s*0\.6", seen["tip"])
+    assert seen["keyed"].startswith("step 59") and seen["leftByKey"] == 0
     assert seen["crosshairs"] == len(seen["curves"]) + 1 and seen["left"] == 0
     assert seen["themes"] == ["rgb(246, 246, 243)", "rgb(17, 19, 20)"]
     assert seen["zoomed"] == 64 and seen["closed"]
