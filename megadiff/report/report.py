@@ -85,7 +85,9 @@ def headline(run: RunRecord, ends: Verdict | None) -> str:
     """Say in one sentence what the run achieved: in a trained reward held out, else in training."""
     if not run.last_step:
         return "No step is finished yet."
-    held_out = held_out_headline(run.heldout, untrained=run.untrained)
+    # A supervised run trains on no reward: of those it tells an accuracy alone.
+    is_supervised = ends is not None and ends.key == LOSS
+    held_out = held_out_headline(run.heldout, run.untrained, accuracy_only=is_supervised)
     if held_out is not None:
         return held_out
     if ends is None:
@@ -100,17 +102,23 @@ def headline(run: RunRecord, ends: Verdict | None) -> str:
     return change_sentence(name.capitalize(), first, last, gain=ends.gain, is_clear=ends.is_clear)
 
 
-def held_out_headline(heldout: Comparison | None, *, untrained: Collection[str] = ()) -> str | None:
-    """Say in one sentence what the leading trained reward did; None without a comparison of it."""
+def held_out_headline(
+    heldout: Comparison | None, untrained: Collection[str] = (), *, accuracy_only: bool = False
+) -> str | None:
+    """Say in one sentence what the leading trained reward did; None without a comparison of it.
+
+    accuracy_only: say nothing of rewards that are more than 0 or 1.
+    """
     if heldout is None:
         return None
     reward = leading_reward(heldout.evaluation, untrained)
     if reward in untrained or reward not in heldout.reward_names:
         return None
     is_share = reward_format([heldout.baseline, heldout.evaluation], reward).is_share
-    return reward_sentence(
-        heldout, reward, "Held-out accuracy" if is_share else f"Held-out {reward}"
-    )
+    if accuracy_only and not is_share:
+        return None
+    subject = "Held-out accuracy" if is_share else f"Held-out {reward}"
+    return reward_sentence(heldout, reward, subject)
 
 
 def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:

@@ -70,6 +70,7 @@ class Fleet(AbstractContextManager["Fleet"]):
         self._rates: dict[str, float] = {}  # replica → seconds a sample
         self._pool = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="fleet")
         self._num_calling: Counter[ReplicaClient] = Counter()
+        self._ending: set[ReplicaClient] = set()  # lost in a call that is not over yet
         self._calling_lock = threading.Lock()
         self._closed = threading.Event()
         self._watch_thread = threading.Thread(target=self._watch, name="fleet-watch", daemon=True)
@@ -243,6 +244,9 @@ class Fleet(AbstractContextManager["Fleet"]):
             return
         logger.warning("%s at %s is lost: %s", client.name, client.url, loss.reason)
         self.lost[client.url] = loss
+        with self._calling_lock:
+            if client in self._num_calling:
+                self._ending.add(client)
         client.close()
 
     def _watch(self) -> None:
@@ -258,9 +262,10 @@ class Fleet(AbstractContextManager["Fleet"]):
         for client in self._calling:
             if client.url in hung:
                 self.lose(client, hung[client.url])
-            if client.url in self.lost:
-                # Again: a call may have opened a connection after the others were closed.
-                client.close()
+
+        for client in self._ending.copy():
+            # Again: a call may have opened a connection after the others were closed.
+            client.close()
 
     @property
     def called(self) -> list[ReplicaClient]:
@@ -284,6 +289,7 @@ class Fleet(AbstractContextManager["Fleet"]):
                 self._num_calling[client] -= 1
                 if not self._num_calling[client]:
                     del self._num_calling[client]
+                    self._ending.discard(client)
 
     def _check_poisoned(
         self, call: ReplicaCall, requests: Sequence[RolloutRequest], error: object
