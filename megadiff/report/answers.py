@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megadiff.observe.evaluation import Comparison
 from megadiff.observe.hacking import MIN_STEPS, signs
@@ -137,10 +138,16 @@ def _what_next(run: RunRecord, *, is_good: bool, has_reward: bool) -> PageAnswer
         if late is not None and late.is_clear and late.gain > 0:
             sentences.append("The reward still rises: a larger train.num_steps goes on from here.")
     if run.is_finished and is_good:
-        sentences.append(f"Take the model: megadiff convert {run.folder} OUT")
+        sentences.append(f"Take the model: megadiff convert {_from_here(run.folder)} OUT")
     if not sentences:
         sentences = ["Look at the samples below, then change one thing."]
     return PageAnswer(question="What next?", sentences=sentences)
+
+
+def _from_here(folder: Path) -> Path:
+    """Return a path as a command names it: relative to where this one was started, if below."""
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
 
 def _weakest_task(heldout: Comparison) -> Iterator[str]:
