@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
+from megadiff.observe.text_files import text_between
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "configs" / "recipes"
@@ -110,11 +111,7 @@ def _seconds(file: Path) -> str:
 
 def with_table(page: str) -> str:
     """Return the page with a new table between its marks. Raises ValueError where they lack."""
-    before, start, rest = page.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"the page lacks the lines {START.strip()!r} and {END!r}; add them")
-    return f"{before}{START}\n{to_markdown()}\n{END}{after}"
+    return text_between(page, to_markdown(), start=START, end=END)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -20,9 +20,10 @@ from pathlib import Path
 from megadiff.config.load import ConfigError, load_config
 from megadiff.config.schema import Config, SyncConfig
 from megadiff.doctor import folders, gpus, machine, nodes, versions
-from megadiff.doctor.finding import Finding, counted, error, ok, refusal, to_lines
+from megadiff.doctor.finding import Finding, error, ok, refusal, to_lines
 from megadiff.doctor.gpu_facts import GpuFacts
 from megadiff.doctor.probes import within
+from megadiff.process.words import counted
 
 QUICK_S = 15.0  # a folder of a file server, which may be far
 NODES_S = 30.0  # srun has a deadline of its own

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megadiff.doctor.finding import Finding, counted, error, ok, warning
+from megadiff.doctor.finding import Finding, error, ok, warning
+from megadiff.process.words import counted
 
 LENGTH_BYTES = 8  # of a safetensors header's length, in front of it
 LFS_POINTER = b"version https://git-lfs"

@@ -67,11 +67,6 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def counted(number: int, noun: str) -> str:
-    """Write a number with its noun, in the plural where it is not 1."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def to_lines(finding: Finding) -> Iterator[str]:
     """Yield the lines for people: status, name and text, and the fix below."""
     head = f"{finding.status:<9}{finding.name:<{NAME_WIDTH}}"

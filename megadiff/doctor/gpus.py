@@ -10,10 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadiff.doctor.finding import Finding, counted, error, ok, skipped, warning
+from megadiff.doctor.finding import Finding, error, ok, skipped, warning
 from megadiff.doctor.gpu_facts import GpuFacts, from_json
 from megadiff.doctor.machine import GIB
 from megadiff.doctor.probes import ProbeError, output_of, within
+from megadiff.process.words import counted
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 DEVICES = Path("/dev")

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megadiff.doctor.finding import Finding, counted, error, ok, skipped
+from megadiff.doctor.finding import Finding, error, ok, skipped
 from megadiff.doctor.folders import SKEW_S, outside, skew_finding
 from megadiff.doctor.probes import ProbeError, output_of
+from megadiff.process.words import counted
 
 TIMEOUT_S = 15.0
 

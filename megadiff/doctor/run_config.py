@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megadiff.config.schema import Config
-from megadiff.doctor.finding import Finding, counted, error, ok, refusal, skipped
+from megadiff.doctor.finding import Finding, error, ok, refusal, skipped
 from megadiff.doctor.gpu_facts import GpuFacts
 from megadiff.doctor.machine import GIB
 from megadiff.models.registry import build_adapter
@@ -16,6 +16,7 @@ from megadiff.planner.memory_plan import Estimate, MemoryPlan, make_plan, model_
 from megadiff.planner.model_facts import ModelFacts, model_facts
 from megadiff.planner.options import machine_of
 from megadiff.planner.options import parser as plan_parser
+from megadiff.process.words import counted
 from megadiff.train.check import check
 from megadiff.train.components import trained_components
 

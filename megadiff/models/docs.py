@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megadiff.models.registry import FAMILIES, Family, families
+from megadiff.observe.text_files import text_between
 
 START = "<!-- made by python -m megadiff.models.docs README.md -->\n"
 END = "<!-- end of the models -->"
@@ -35,11 +36,7 @@ def _rows(family: Family) -> Iterator[str]:
 
 def with_table(page: str) -> str:
     """Return the page with a new table between its marks. Raises ValueError where they lack."""
-    before, start, rest = page.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"the page lacks the lines {START.strip()!r} and {END!r}; add them")
-    return f"{before}{START}\n{to_markdown()}\n{END}{after}"
+    return text_between(page, to_markdown(), start=START, end=END)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -28,3 +28,12 @@ def parse_line(line: str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
+
+
+def text_between(page: str, text: str, *, start: str, end: str) -> str:
+    """Return the page with other text between two marks. Raises ValueError where they lack."""
+    before, found_start, rest = page.partition(start)
+    _, found_end, after = rest.partition(end)
+    if not found_start or not found_end:
+        raise ValueError(f"the page lacks the lines {start.strip()!r} and {end!r}; add them")
+    return f"{before}{start}\n{text}\n{end}{after}"

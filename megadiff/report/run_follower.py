@@ -23,9 +23,7 @@ from megadiff.observe.step_folders import step_folders
 from megadiff.observe.trackers import METRICS_NAME
 from megadiff.report.evaluation_page import Evaluations
 from megadiff.report.health import findings
-
-CONFIG_NAME = "config.yaml"
-MAX_NAMED = 5  # runs, in an error
+from megadiff.report.run_record import CONFIG_NAME, check_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,23 +182,3 @@ def read_config(path: Path) -> dict[str, Any]:
         return {}
 
     return config if isinstance(config, dict) else {}
-
-
-def check_run(folder: Path) -> None:
-    """Raise ValueError, with what to give instead, for a folder that is no run."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give a run's folder, e.g. runs/<name>")
-    if _is_run(folder):
-        return
-
-    runs = sorted(path.name for path in folder.iterdir() if _is_run(path))
-    hint = "give runs/<name>"
-    if runs:
-        more = " …" if len(runs) > MAX_NAMED else ""
-        hint = f"it holds runs, give one of them: {', '.join(runs[:MAX_NAMED])}{more}"
-
-    raise ValueError(f"{folder} is no run: it has neither {CONFIG_NAME} nor {METRICS_NAME}; {hint}")
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / CONFIG_NAME).is_file() or (folder / METRICS_NAME).is_file()

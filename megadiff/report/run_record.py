@@ -21,6 +21,7 @@ from megadiff.report.evaluation_page import Evaluations
 logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.yaml"
+MAX_NAMED = 5  # runs, in an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +65,8 @@ class RunRecord:
 
 def read_run(folder: Path) -> RunRecord:
     """Read a run. Raises ValueError when the folder holds neither metrics nor a config."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give a run's folder, e.g. runs/<name>")
-
+    check_run(folder)
     config_path = folder / CONFIG_NAME
-    metrics_path = folder / METRICS_NAME
-    if not config_path.exists() and not metrics_path.exists():
-        raise ValueError(
-            f"{folder} is no run: it has neither {CONFIG_NAME} nor {METRICS_NAME}; give runs/<name>"
-        )
 
     # Damaged characters are shown as such: a report of a torn run is worth more than none.
     config_text = config_path.read_text("utf-8", errors="replace") if config_path.exists() else ""
@@ -80,7 +74,7 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(
         # The page shows the folder's name, which '.' has not.
         folder=folder.resolve(),
-        rows=read_rows(metrics_path),
+        rows=read_rows(folder / METRICS_NAME),
         samples=read_samples(folder),
         evaluations=evaluations,
         heldout=compare(evaluations),
@@ -100,3 +94,23 @@ def _parse_config(text: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         return {}
     return {key: value for key, value in config.items() if isinstance(value, dict)}
+
+
+def check_run(folder: Path) -> None:
+    """Raise ValueError, with what to give instead, for a folder that is no run."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give a run's folder, e.g. runs/<name>")
+    if _is_run(folder):
+        return
+
+    runs = sorted(path.name for path in folder.iterdir() if _is_run(path))
+    hint = "give runs/<name>"
+    if runs:
+        more = " …" if len(runs) > MAX_NAMED else ""
+        hint = f"it holds runs, give one of them: {', '.join(runs[:MAX_NAMED])}{more}"
+
+    raise ValueError(f"{folder} is no run: it has neither {CONFIG_NAME} nor {METRICS_NAME}; {hint}")
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / CONFIG_NAME).is_file() or (folder / METRICS_NAME).is_file()
