@@ -8,6 +8,7 @@ import ast
 import subprocess
 import sys
 
+PYPI = "https://pypi.org/simple"
 # pip's name of a setting → uv's option, once for each of its values.
 OPTIONS = {
     "index-url": "--default-index",
@@ -38,6 +39,10 @@ def options_of(settings: dict[str, str]) -> list[str]:
     """Return uv's options for pip's settings."""
     # As pip does: the best version of any index, not that of the first that has the package.
     options = ["--index-strategy", "unsafe-best-match", "--system-certs"]
+    # Of one version uv takes the first index's wheel, even where another index has a fitter one. So
+    # the main index, which has all wheels, comes before mirrors that may lack some.
+    if "extra-index-url" in settings:
+        options += ["--index", settings.get("index-url", PYPI)]
     for name, option in OPTIONS.items():
         for value in settings.get(name, "").split():
             options += [option, value]

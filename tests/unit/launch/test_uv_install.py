@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = runpy.run_path(str(ROOT / "launch/uv_install.py"))
+PYPI = "https://pypi.org/simple"
 ALWAYS = ["--index-strategy", "unsafe-best-match", "--system-certs"]
 
 
@@ -17,7 +18,11 @@ ALWAYS = ["--index-strategy", "unsafe-best-match", "--system-certs"]
         ({"index-url": "https://a/simple"}, ["--default-index", "https://a/simple"]),
         (
             {"extra-index-url": "https://a https://b"},
-            ["--index", "https://a", "--index", "https://b"],
+            ["--index", PYPI, "--index", "https://a", "--index", "https://b"],
+        ),
+        (
+            {"index-url": "https://main", "extra-index-url": "https://a"},
+            ["--index", "https://main", "--default-index", "https://main", "--index", "https://a"],
         ),
         ({"find-links": "/wheels", "timeout": "180"}, ["--find-links", "/wheels"]),
         ({"cert": "/a b.pem"}, ["--cert", "/a b.pem"]),
