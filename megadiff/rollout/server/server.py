@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +24,6 @@ from megadiff.rollout.spec import ReplicaSpec, process_title
 from megadiff.rollout.stages import check_stages, single_stage
 
 if TYPE_CHECKING:  # imports torch
-    import uvicorn
-
     from megadiff.models.adapter import ModelAdapter
 
 logger = logging.getLogger(__name__)
@@ -38,7 +32,6 @@ LEAVE_S = 120  # of one that leaves a run which goes on
 KEEP_ALIVE_S = 600  # longer than any client's, or a request may meet a connection that closes
 # Seconds of silence before a probe, seconds between probes, and how many stay unanswered.
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-WITHDRAW_S = 0.2  # from SIGTERM until the announcement is gone
 ENGINE_STOP_S = 2.0  # then for the engine's own shutdown
 EXIT_S = 4.0  # then the process ends, whatever threads are left; a fleet sends SIGKILL after 5 s
 
@@ -247,6 +240,7 @@ async def _serve(
     with collection_paused():
         import uvicorn
 
+        from megadiff.rollout.server.announcement import AnnouncedServer, announced
         from megadiff.rollout.server.late_join import load_newest
         from megadiff.rollout.server.omni_app import (
             build_app,
@@ -287,7 +281,7 @@ async def _serve(
 
         app = await build_app(engine, spec)
         url = spec.url or reachable_url(spec.host, listener.getsockname()[1])
-        server = uvicorn.Server(
+        server = AnnouncedServer(
             uvicorn.Config(
                 replica_app(app, replica, token=token, url=url),
                 http=PunctualProtocol,
@@ -296,32 +290,17 @@ async def _serve(
                 timeout_graceful_shutdown=LEAVE_S if spec.parent_pid is None else GRACE_S,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 lifespan="off",
-            )
+            ),
+            announced(spec.registry, name=spec.name, url=url),
         )
 
         freeze_startup_objects()
         logger.info("%s serves %s on %s (vllm-omni %s)", spec.name, spec.model, url, omni_version)
 
-        await _serve_announced(server, listener, spec, url)
+        with server.announcement:
+            await server.serve(sockets=[listener])
     finally:
         _stop_engine(engine)
-
-
-async def _serve_announced(
-    server: uvicorn.Server, listener: socket.socket, spec: ReplicaSpec, url: str
-) -> None:
-    """Serve until the server is told to end; be in the registry meanwhile."""
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    # A replica is announced only once it listens: who finds it asks it at once.
-    while not (server.started or serving.done()):
-        await asyncio.sleep(0.02)
-
-    with announced(spec.registry, name=spec.name, url=url) as withdraw:
-        while not serving.done():
-            await asyncio.wait([serving], timeout=WITHDRAW_S)
-            if server.should_exit:
-                withdraw()  # before the calls in flight are finished: nobody may count on it
-        await serving
 
 
 def _stop_engine(engine: Any) -> None:
@@ -334,37 +313,3 @@ def _stop_engine(engine: Any) -> None:
     stopper.join(ENGINE_STOP_S)
     if stopper.is_alive():
         logger.warning("the engine did not stop within %.0f s", ENGINE_STOP_S)
-
-
-@contextmanager
-def announced(registry: Path | None, *, name: str, url: str) -> Iterator[Callable[[], None]]:
-    """Keep `registry/<name>.json`, with name, url, pid and process, while the context lasts.
-
-    process: a random number, as containers and ports are taken again by processes of the same pid.
-
-    Yields what removes it before that.
-    Nothing is written when registry is None. Of two replicas of one name the later one is
-    announced, and stays so when the earlier one ends.
-    """
-    if registry is None:
-        yield lambda: None
-        return
-
-    path = registry / f"{name}.json"
-    entry = {"name": name, "url": url, "pid": os.getpid(), "process": secrets.token_hex(8)}
-    registry.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=registry, suffix=".tmp", delete=False) as file:
-        json.dump(entry, file)
-    os.replace(file.name, path)  # readers see a whole file or none
-
-    def withdraw() -> None:
-        is_ours = False
-        with suppress(OSError, ValueError):  # whoever may write there may have changed it
-            is_ours = json.loads(path.read_text("utf-8")) == entry
-        if is_ours:
-            path.unlink(missing_ok=True)
-
-    try:
-        yield withdraw
-    finally:
-        withdraw()

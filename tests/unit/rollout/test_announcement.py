@@ -4,17 +4,19 @@ announced itself."""
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
 from contextlib import ExitStack
 
 import pytest
+import uvicorn
 
 from megadiff.rollout.client import processes
 from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess
 from megadiff.rollout.client.registry import wait_until_announced
-from megadiff.rollout.server.server import announced
+from megadiff.rollout.server.announcement import AnnouncedServer, announced
 from megadiff.rollout.spec import ReplicaSpec
 from tests.unit.process.strangers import Stranger, drip, flood, reply
 from tests.unit.rollout.addresses import replica_routes
@@ -37,6 +39,33 @@ def test_the_later_of_one_name_stays(tmp_path):
             stack.enter_context(announced(tmp_path, name="a", url="http://two"))
         assert json.loads((tmp_path / "a.json").read_text())["url"] == "http://two"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_gone_before_a_connection_is_closed(tmp_path):
+    """Else the client that sees it closed takes the replica for dead, and not for one that left."""
+
+    async def answer(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    entry = announced(tmp_path, name="a", url="http://a")
+    server = AnnouncedServer(uvicorn.Config(answer, lifespan="off", log_level="error"), entry)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    with server.announcement:
+        thread.start()
+        with socket.create_connection(address, timeout=10) as idle:
+            idle.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+            assert idle.recv(1000).startswith(b"HTTP/1.1 200")
+            deadline = time.monotonic() + 10
+            while not (tmp_path / "a.json").exists():
+                assert time.monotonic() < deadline
+            server.should_exit = True
+            while idle.recv(1000):
+                pass  # the rest of the answer
+            assert list(tmp_path.iterdir()) == []
+    thread.join(10)
 
 
 def test_the_replica_of_that_name_counts(tmp_path, replica_a):

@@ -23,7 +23,7 @@ from megadiff.rollout.client.registry import RegistryWatch
 from megadiff.rollout.client.report import HUNG, Loss
 from megadiff.rollout.client.supervisor import Supervisor
 from megadiff.rollout.limits import RUN_HEADER
-from megadiff.rollout.server.server import announced
+from megadiff.rollout.server.announcement import announced
 from tests.unit.process.strangers import Stranger, reply
 
 
