@@ -39,8 +39,10 @@ class TensorBoardTracker(Tracker):
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
+        # One event of all: add_scalar would write, and look up the time, once for each.
+        make = self._protos.Summary
+        values = [make.Value(tag=key, simple_value=value) for key, value in metrics.items()]
+        self._writer.file_writer.add_summary(make(value=values), step)
 
     def pictures(self, name: str, step: int, samples: Sequence[SavedSample]) -> None:
         pixels = [read_pixels(sample.path) for sample in samples]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
 
+import numpy as np
 import torch
 
 from megadiff.algorithms import Algorithm
@@ -36,14 +38,6 @@ logger = logging.getLogger(__name__)
 # saved when samples are due
 SAMPLE_PROMPTS = 8
 SAMPLES_PER_PROMPT = 2
-# of a group's thumbnails, which are shrunk once for all of these
-THUMBNAIL_FIGURES = {
-    "pixel_spread": diversity.pixel_spread,
-    "saturation": diversity.saturation,
-    "brightness": diversity.brightness,
-    "edges": diversity.edges,
-    "blank_share": diversity.blank_share,
-}
 
 
 class Recorder:
@@ -254,14 +248,16 @@ def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> Figures:
     is that of prompts that name none, and missing without one.
     """
     # all of them on every rank, also on one without groups: the all-reduce takes equal keys
-    others = ("clipped_share", "count", "colour_entropy_bit", "open_count", "motion")
-    sums = dict.fromkeys((*THUMBNAIL_FIGURES, *others), 0.0)
+    others = ("pixel_spread", "clipped_share", "colour_entropy_bit", "motion")
+    keys = (*diversity.LOOKS, *others, "count", "open_count")
+    sums = dict.fromkeys(keys, 0.0)
+    alike = defaultdict(list)  # thumbnails of one shape
 
     for group in groups:
         frames_GHWC = group.middle_frames_GHWC
         small = diversity.thumbnails(frames_GHWC)
-        for name, figure in THUMBNAIL_FIGURES.items():
-            sums[name] += figure(small)
+        alike[small.shape].append(small)
+        sums["pixel_spread"] += diversity.pixel_spread(small)
         sums["clipped_share"] += diversity.clipped_share(frames_GHWC)
         sums["count"] += 1
         if not diversity.names_a_colour(group.prompt.text):
@@ -269,6 +265,12 @@ def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> Figures:
             sums["open_count"] += 1
         if _has_videos(group):
             sums["motion"] += fmean(map(diversity.motion, group.pixels_GFHWC))
+
+    for thumbnails in alike.values():
+        # At once: a call a group would mostly be the calls' own time.
+        stack = np.concatenate(thumbnails)
+        for name, value in diversity.looks(stack).items():
+            sums[name] += value * len(thumbnails)
 
     sums = all_reduce_sums(sums, mesh.cpu_group)
     count = sums.pop("count")

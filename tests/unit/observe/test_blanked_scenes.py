@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
+from megadiff.observe.diversity import LOOKS, looks
 from megadiff.observe.hacking import signs
-from megadiff.train.record import THUMBNAIL_FIGURES
 
 SIZE = 192
 STEPS = 50
@@ -64,10 +64,7 @@ def course(ground: str | None, change=lambda pixels, done: pixels, gain: float =
     for step in range(1, STEPS + 1):
         done = min(1.0, max(0.0, step / 20 - 0.5))
         pictures = [change(sample(noise, done, ground), done) for _ in range(GROUP_SIZE)]
-        figures = {
-            f"diversity/{name}": figure(np.stack(pictures))
-            for name, figure in THUMBNAIL_FIGURES.items()
-        }
+        figures = {f"diversity/{name}": value for name, value in looks(np.stack(pictures)).items()}
         rows.append({"step": step, "reward/mean": 0.4 + gain * done + noise.gauss(0, 0.01)})
         rows[-1] |= figures
     return rows
@@ -105,20 +102,20 @@ def test_text_on_plain_signs_from_the_start_is_no_sign():
 
 
 def test_figures_of_looks_are_what_they_say():
-    figure = THUMBNAIL_FIGURES
+    assert set(looks(np.zeros((1, 8, 8, 3), np.uint8))) == set(LOOKS)
     grey = np.full((2, 512, 512, 3), 51, np.uint8)
-    assert figure["brightness"](grey) == pytest.approx(0.2)
-    assert (figure["edges"](grey), figure["blank_share"](grey)) == (0, 1)
+    assert looks(grey)["brightness"] == pytest.approx(0.2)
+    assert (looks(grey)["edges"], looks(grey)["blank_share"]) == (0, 1)
 
     columns = np.tile(np.array([0, 255], np.uint8).repeat(16), 16)
     striped = np.broadcast_to(columns[None, None, :, None], (1, 512, 512, 3))
-    assert (figure["edges"](striped), figure["blank_share"](striped)) == (1, 0)
+    assert (looks(striped)["edges"], looks(striped)["blank_share"]) == (1, 0)
 
     half = np.concatenate([striped, grey[:1]], axis=1)
-    assert figure["blank_share"](half) == pytest.approx(0.5, abs=0.02)
+    assert looks(half)["blank_share"] == pytest.approx(0.5, abs=0.02)
 
     # Noise of single pixels is no edge, and a sky's slow change is flat.
     noise = np.random.default_rng(0).integers(118, 138, (1, 512, 512, 3), dtype=np.uint8)
     sky = np.broadcast_to(np.linspace(60, 120, 512).astype(np.uint8)[:, None, None], noise.shape)
     for flat in (noise, sky):
-        assert figure["blank_share"](flat) == 1 and figure["edges"](flat) < 0.01
+        assert looks(flat)["blank_share"] == 1 and looks(flat)["edges"] < 0.01
