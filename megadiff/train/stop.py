@@ -13,6 +13,7 @@ import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -188,6 +189,7 @@ class StopRequests:
         self.pipe = SignalPipe()
         self.is_over = False  # the process ends: signals ask for nothing more
         self.save_s = SAVE_GUESS_S
+        self._num_own = 0  # signals to the main thread that are still to be heard here
         self._asked_s = 0.0
         self._drop_s = math.inf
         self._step_s = 0.0
@@ -212,12 +214,27 @@ class StopRequests:
 
     def listen(self, timeout_s: float = LISTEN_S) -> None:
         """Hear requests for at most timeout_s. A second one ends the process."""
-        numbers = self.pipe.wait(timeout_s)
+        numbers = []
+        for number in self.pipe.wait(timeout_s):
+            if number == signal.SIGUSR1 and self._num_own:
+                self._num_own -= 1
+            else:
+                numbers.append(number)
         asked = self.files.look() if self.files else None
         if self.is_over:
             return
         for request in [*map(signal_request, numbers), *([asked] if asked else [])]:
             self._ask(request)
+
+    def interrupt(self) -> None:
+        """Run the main thread's handler, by a signal that is no request.
+
+        A real one, as that thread may wait in a system call.
+        """
+        self._num_own += 1
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGUSR1)
 
     def _ask(self, request: StopRequest) -> None:
         now = time.monotonic()
@@ -247,13 +264,20 @@ class StopRequests:
         return drop_s if fits else now
 
 
+class Unwinding(SystemExit):
+    """What a signal raises while a run is built."""
+
+
 class BuildWatch:
     """End the process soon when it is asked to while the run is built: there is nothing to save."""
 
     def __init__(self) -> None:
         self.requests = StopRequests()
         self._unwinds = False
+        self._is_lost = False  # its SystemExit
         self._over = threading.Event()
+        self._hook_before = sys.unraisablehook
+        sys.unraisablehook = self._on_unraisable
         # Ctrl-C stays Python's own until training begins
         self.requests.pipe.open(self._on_signal, (signal.SIGTERM, signal.SIGUSR1))
         self._thread = threading.Thread(target=self._run, name="build-watch", daemon=True)
@@ -268,12 +292,23 @@ class BuildWatch:
             self.requests.pipe.wake()
             self._thread.join(timeout=LISTEN_S)
             signal.set_wakeup_fd(-1)
+            sys.unraisablehook = self._hook_before
+            if self._is_lost and self.requests.first:
+                raise Unwinding(self.requests.first.exit_code)
+
+    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Notice an exit that was raised in a weak reference's callback, which Python drops."""
+        if isinstance(unraisable.exc_value, Unwinding):
+            self._is_lost = True
+        else:
+            self._hook_before(unraisable)
 
     def _on_signal(self, number: int, frame: object) -> None:
         """Unwind through every finally: replicas are stopped, files closed."""
-        if not self._unwinds:
+        if not self._unwinds or self._is_lost:
             self._unwinds = True
-            raise SystemExit((self.requests.first or signal_request(number)).exit_code)
+            self._is_lost = False
+            raise Unwinding((self.requests.first or signal_request(number)).exit_code)
 
     def _run(self) -> None:
         # blocked since before the imports, and the main thread may block it again or hear nothing
@@ -287,15 +322,14 @@ class BuildWatch:
         request = requests.first
         if requests.files:
             requests.files.obeyed(reason=request.reason, exit_code=request.exit_code)
-        # A real signal, as the main thread may wait in a system call.
-        main = threading.main_thread().ident
-        assert main is not None
-        signal.pthread_kill(main, signal.SIGUSR1)
+        requests.interrupt()
 
         # It may wait for ranks that never come, or for replicas that take long to stop.
         began = time.monotonic()
         while not self._over.is_set():
             requests.listen(0.1)
+            if self._is_lost:
+                requests.interrupt()
             if time.monotonic() - began > LEAVE_S + CLOSE_S * self._unwinds:
                 end_now(request.exit_code)
 

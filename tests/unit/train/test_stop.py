@@ -190,7 +190,7 @@ def test_sigterm_grants_what_the_environment_says(monkeypatch):
 
 
 PROGRAM = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, os, signal, sys, threading, time, weakref
 from pathlib import Path
 from megadiff.train import stop
 case, folder = sys.argv[1], Path(sys.argv[2])
@@ -208,6 +208,12 @@ try:
         ctypes.CDLL(None).sleep(20)
     elif "file" in case:
         (folder / "stop").write_text("60")
+    elif "dropped" in case:  # Python drops what is raised in a weak reference's callback
+        class Referred:
+            pass
+        referred = Referred()
+        reference = weakref.ref(referred, lambda _: os.kill(os.getpid(), number))
+        del referred
     else:
         os.kill(os.getpid(), number)
     deadline = time.monotonic() + 20
@@ -227,6 +233,8 @@ finally:
         ("usr1", 75, True),
         ("term", 143, True),
         ("file", 75, True),
+        ("usr1_dropped", 75, True),
+        ("term_dropped", 143, True),
         ("slow usr1", 75, False),
         ("deaf usr1", 75, False),
     ],
