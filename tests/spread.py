@@ -27,7 +27,13 @@ ORDER = (
     "tests/slurm/",
     "tests/gpu/",
     "tests/distributed/",
-)  # the longest first, the many short ones last
+    "tests/unit/train/test_recipes.py",
+    "tests/unit/planner/test_memory_plan.py",
+    "tests/unit/planner/test_engine_memory.py",
+    "tests/unit/rewards/test_reward_exit.py",
+    "tests/unit/convert/",
+    "tests/unit/tools/",
+)  # the longest first, the many short ones last: else one worker waits for the other at the end
 
 
 def scope(nodeid: str) -> str:

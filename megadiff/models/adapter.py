@@ -116,6 +116,10 @@ class ModelAdapter(Protocol):
     def __init__(self, model_folder: Path | str) -> None:
         """Read the sizes from a model folder. Raises ValueError where it lacks one."""
 
+    def __hash__(self) -> int:
+        # By identity, as any object's: what the planner measures is kept by adapter.
+        return object.__hash__(self)
+
     @classmethod
     def recognises(cls, folder: Path, index: Index) -> bool:
         """Tell whether a model folder is of this family. index: of its model_index.json."""

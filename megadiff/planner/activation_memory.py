@@ -117,7 +117,7 @@ def _num_slices(placing: Placing) -> int:
 
 def _saved(model: ModelShape, work: Work) -> Saved:
     return measure(
-        model.adapter,  # type: ignore[arg-type]  # hashed by identity
+        model.adapter,
         lora=model.lora_spec,
         dtype=torch.float32 if work.itemsize == torch.float32.itemsize else torch.bfloat16,
         float32_streams=work.stream_itemsize > work.itemsize,

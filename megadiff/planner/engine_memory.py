@@ -340,19 +340,20 @@ def _owned(buckets: Ranges, ranges: Ranges, *, num_ranks: int) -> list[tuple[int
     """Return (elements, parameters) of each rank, which owns an equal range of every bucket."""
     elements = [0] * num_ranks
     num_tensors = [0] * num_ranks
+    bucket = 0
 
-    for bucket_start, bucket_end in buckets:
+    for start, end in ranges:
+        # both ascend, and a parameter lies in one bucket
+        while start >= buckets[bucket][1]:
+            bucket += 1
+        bucket_start, bucket_end = buckets[bucket]
         size = (bucket_end - bucket_start) // num_ranks
-        for start, end in ranges:
-            # a parameter lies in one bucket, which its start tells
-            if not bucket_start <= start < bucket_end:
-                continue
-            first = (start - bucket_start) // size
-            last = (end - 1 - bucket_start) // size
-            for rank in range(first, last + 1):
-                own_start = bucket_start + rank * size
-                elements[rank] += min(end, own_start + size) - max(start, own_start)
-                num_tensors[rank] += 1
+        first = (start - bucket_start) // size
+        last = (end - 1 - bucket_start) // size
+        for rank in range(first, last + 1):
+            own_start = bucket_start + rank * size
+            elements[rank] += min(end, own_start + size) - max(start, own_start)
+            num_tensors[rank] += 1
     return list(zip(elements, num_tensors, strict=True))
 
 

@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from accelerate import init_empty_weights
@@ -142,6 +143,7 @@ def _fp8_bytes(config: Config, model: ModelShape) -> tuple[int, int]:
     return copies, copied
 
 
+@cache
 def replica_weights(
     adapter: ModelAdapter, *, dtype: str, tp: int = 1, sees_images: bool = False
 ) -> ReplicaWeights:

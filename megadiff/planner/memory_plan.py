@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from math import prod
 
 from megadiff.algorithms import REFERENCE, build_algorithm
@@ -30,7 +31,7 @@ from megadiff.planner.engine_memory import (
 from megadiff.planner.footprint import Replicas, size_replicas
 from megadiff.planner.work import Machine, work_of
 from megadiff.train.components import trained_components
-from megadiff.types import DTYPES
+from megadiff.types import DTYPES, Shape
 
 PHASES = ("rollout", "sync", "log_probs", "update")
 # of a process on a GPU: its CUDA context, kernels, NCCL; two take 3 to 4 GiB, measured on H200s
@@ -148,11 +149,16 @@ def _trained_shape(config: Config, adapter: ModelAdapter) -> ModelShape:
 
 def model_shape(adapter: ModelAdapter, lora: LoraConfig) -> ModelShape:
     """Describe the stock transformer, built without memory, with the config's low-rank tensors."""
-    shapes = {name: tuple(p.shape) for name, p in adapter.empty_transformer().named_parameters()}
+    shapes = _stock_shapes(adapter)
     spec = lora_spec(lora, adapter.plan, shapes)
     return ModelShape(
         adapter=adapter, shapes=shapes, lora_spec=spec, lora=lora_shapes(spec, shapes)
     )
+
+
+@cache
+def _stock_shapes(adapter: ModelAdapter) -> dict[str, Shape]:
+    return {name: tuple(p.shape) for name, p in adapter.empty_transformer().named_parameters()}
 
 
 def placings_of(machine: Machine) -> Iterator[Placing]:

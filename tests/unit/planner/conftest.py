@@ -1,17 +1,5 @@
-"""Measure each model's activations once for all tests of the planner."""
+"""Every test of the planner shares adapters."""
 
-from __future__ import annotations
+from tests.unit.shared_adapters import adapters_are_shared
 
-from functools import cache
-
-import pytest
-
-from megadiff.models.registry import build_adapter
-
-shared_adapter = cache(build_adapter)
-
-
-@pytest.fixture(autouse=True)
-def _adapters_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements are kept by adapter, and take a second for a model of full size."""
-    monkeypatch.setattr("megadiff.planner.command.build_adapter", shared_adapter)
+__all__ = ["adapters_are_shared"]

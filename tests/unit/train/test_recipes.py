@@ -25,6 +25,7 @@ from megadiff.train.check import read_prompts
 from megadiff.train.check_algorithm import check_algorithm
 from megadiff.train.components import check_components, describe_components
 from megadiff.train.sampling import sampling_of
+from tests.unit.shared_adapters import adapters_are_shared  # noqa: F401
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
