@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megadiff.process.affinity import bind
 from megadiff.process.allocator import grow_segments
+from megadiff.process.gloo import share_devices
 
 GPUS_PER_NODE = 8  # where nothing says it: DGX and HGX servers
 # where the caller names none; a run's follows from its config (train/build.py)
@@ -150,6 +151,7 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
     device = _local_device(device_type)
     timeout = timedelta(seconds=timeout_s)
 
+    share_devices()
     if not dist.is_initialized():
         # gloo beside NCCL: the loop's small collectives are about numbers on the host
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -185,7 +187,7 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
         model_ranks, timeout=timeout, backend="gloo"
     )
 
-    # a gloo group has a thread that polls: one node needs no second group
+    # of one node it would be the same group
     local_world_size = local_world_size_of(layout.world_size)
     cpu_node_group = cpu_group
     if local_world_size < layout.world_size:

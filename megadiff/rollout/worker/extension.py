@@ -29,6 +29,7 @@ from megadiff.models.served_names import ServedPlaces, served_places, served_vie
 from megadiff.parallel.collectives import gather_json
 from megadiff.parallel.plan import FROZEN, is_lora, module_of
 from megadiff.process.garbage import freeze_startup_objects
+from megadiff.process.gloo import share_devices
 from megadiff.process.identity import device_name, host_name
 from megadiff.process.lifeline import exit_with
 from megadiff.process.stacks import announce
@@ -59,6 +60,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     def init_device(self) -> None:
         """Meet the other workers at a file: vllm-omni's TCP store listens on all addresses."""
+        share_devices()
         folder = (self.od_config.custom_pipeline_args or {}).get("private_folder")
         if folder and not dist.is_initialized():
             size = self.od_config.num_gpus
