@@ -265,7 +265,7 @@ class StopRequests:
 
 
 class Unwinding(SystemExit):
-    """What a signal raises while a run is built."""
+    """Leave a run that is being built, as a signal asks."""
 
 
 class BuildWatch:
