@@ -225,7 +225,7 @@ class RunReplicas:
             lost |= {url: Loss(*loss) for url, loss in losses.items()}
 
         roster: Mapping[str, tuple[str, int]] = read_once(
-            lambda: self._supervisor.roster(lost) if self._supervisor else None,
+            lambda: self._supervisor.roster(lost, self._roster_lives) if self._supervisor else None,
             source=users.source,
             group=users.group,
             world=self._mesh.cpu_group,

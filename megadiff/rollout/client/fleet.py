@@ -172,7 +172,8 @@ class Fleet(AbstractContextManager["Fleet"]):
         try:
             drawn = future.result()
         except ReplicaError as error:
-            if error.status in REFUSALS:
+            # Of this replica: another service may have its address by now.
+            if error.status in REFUSALS and self._is_alive(client, error):
                 raise
             self._take_back(queue, requests, call, client, error)
             return None
@@ -383,7 +384,9 @@ class Fleet(AbstractContextManager["Fleet"]):
             return self.call(client, call)
         except ReplicaError as error:
             assert error.status is not None
-            if error.status < SERVER_ERRORS or client not in self._holders:
+            if client not in self._holders:
+                raise
+            if error.status < SERVER_ERRORS and self._is_alive(client, error):
                 raise
             raise self._death(client, error, "cannot take the weights") from error
 

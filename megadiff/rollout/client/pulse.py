@@ -11,6 +11,7 @@ from megadiff.rollout.client.report import HUNG, Loss
 from megadiff.types import JsonObject
 
 MAX_QUESTIONS = 32  # at the same time
+NO_ANSWERS = (None, 502, 503, 504)  # of nobody, or of a proxy that reaches nobody
 LONGEST_INTERVAL_S = 15.0  # between two signs of life; below OWNER_SILENT_S of rollout.limits
 
 
@@ -78,5 +79,5 @@ class Pulse:
                 del self._unanswered_s[url]
                 silent_s = future.result().get("engine_silent_s", 0.0)
                 self._silent_s[url] = silent_s if isinstance(silent_s, float) else 0.0
-            elif isinstance(error, ReplicaError) and error.status not in (None, 504):
+            elif isinstance(error, ReplicaError) and error.status not in NO_ANSWERS:
                 del self._unanswered_s[url]  # a refusal is an answer

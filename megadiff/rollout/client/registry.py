@@ -224,7 +224,11 @@ class RegistryWatch:
             del self._visits[address]
 
         self._warn_of_writers()
-        self.claims, self._left_out = read_claims(self.registry)
+        claims, self._left_out = read_claims(self.registry)
+        # What cannot be read is not gone: over NFS a read may fail once.
+        is_unread = self._left_out.keys().__contains__
+        claims += [claim for claim in self.claims if is_unread(claim.path)]
+        self.claims = self.claims if is_unread(self.registry) else claims
 
         for claim in self.claims:
             address = claim.address

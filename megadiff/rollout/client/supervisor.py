@@ -74,16 +74,20 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         for client in self._clients.values():
             client.close()
 
-    def roster(self, lost: Mapping[str, Loss]) -> dict[str, tuple[str, int]]:
+    def roster(
+        self, lost: Mapping[str, Loss], lives: Mapping[str, int] | None = None
+    ) -> dict[str, tuple[str, int]]:
         """Return the replicas to serve the next push: name → address, and which life it leads.
 
-        lost: addresses that ranks found to be of no use. Waits until min_replicas serve, and until
+        lost: addresses that ranks found to be of no use. lives: name → the life they found there;
+        one that began since then may be well. Waits until min_replicas serve, and until
         those have started that can do so here alone.
         Raises ReplicaDied, with the ends of their logs, when that cannot be any more.
         """
         with self._lock:
             for name, url in self.members.roster.items():
-                if url in lost:
+                life = self.members.members[name].life
+                if url in lost and (lives or {}).get(name, life) == life:
                     # Why it broke is of more use than that its connection did.
                     ending = self._ending(name) if lost[url].kind == DIED else ""
                     self._lose(name, Loss(ending) if ending else lost[url])
@@ -126,8 +130,9 @@ class Supervisor(AbstractContextManager["Supervisor"]):
     def refuse(self, name: str, reason: str) -> None:
         """Keep a replica out of the run as long as it has this address."""
         with self._lock:
-            url = self.members.members[name].url
-            self._out(name, url, reason)
+            member = self.members.members.get(name)
+            if member is not None:  # else it has left meanwhile
+                self._out(name, member.url, reason)
 
     def _watch(self) -> None:
         while not self._closed.wait(TICK_S):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -12,6 +13,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 
 import uvicorn
+
+logger = logging.getLogger(__name__)
 
 
 class AnnouncedServer(uvicorn.Server):
@@ -66,4 +69,7 @@ def announced(registry: Path | None, *, name: str, url: str) -> Iterator[None]:
         with suppress(OSError, ValueError):  # whoever may write there may have changed it
             is_ours = json.loads(path.read_text("utf-8")) == entry
         if is_ours:
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:  # the calls in flight are finished all the same
+                logger.warning("%s could not be removed: %s", path, error)

@@ -29,11 +29,15 @@ def refusal(error: Exception) -> JSONResponse:
     return JSONResponse({"error": str(error)}, status_code=status, headers=headers)
 
 
-def _closing(send: Any) -> Any:
-    """Let a connection end with its answer: idle ones of strangers would use up all descriptors."""
+def _closing(send: Any, *, keeps_ok: bool) -> Any:
+    """Let a connection end with its answer: idle ones of strangers would use up all descriptors.
+
+    keeps_ok: not after status 200.
+    """
 
     async def send_and_close(message: Any) -> None:
-        if message["type"] == "http.response.start":
+        is_start = message["type"] == "http.response.start"
+        if is_start and not (keeps_ok and message["status"] == 200):
             headers = [*message.get("headers", []), (b"connection", b"close")]
             message = {**message, "headers": headers}
         await send(message)
@@ -62,8 +66,9 @@ class Guard:
         elif path not in OPEN_PATHS:
             # before a byte of the body is read
             return await refusal(NO_TOKEN)(scope, receive, send)
-        elif path == "/health":
-            send = _closing(send)
+        else:
+            # /rl/hello is followed by calls, unless it was refused
+            send = _closing(send, keeps_ok=path == "/rl/hello")
 
         body = PromptBody(receive)
         if path != IMAGES_PATH or scope["method"] != "POST":

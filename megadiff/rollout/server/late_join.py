@@ -30,7 +30,10 @@ async def load_newest(replica: Replica, folder: Path) -> None:
     for attempt in range(ATTEMPTS):
         whole_versions = versions(folder)
         if not whole_versions:
-            logger.info("%s holds no version yet; serving the weights of the model folder", folder)
+            text = "serving the weights of the model folder"
+            if attempt:
+                text = "the one that was read is gone; nothing is drawn until a push"
+            logger.info("%s holds no version: %s", folder, text)
             return
 
         try:

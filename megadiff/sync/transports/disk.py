@@ -36,6 +36,7 @@ from megadiff.types import LoraSpec
 
 NUM_KEPT = 2  # newest versions: a late joiner may be reading the one before
 MANIFEST = "manifest.json"
+OLD = ".old"  # ends the name of a version that is about to go
 _VERSION = re.compile(r"version_(\d{8})")
 # A bucket as a request names it: while its push is open, the folder's name ends in .part.
 _FILE = re.compile(r"version_\d{8}(\.part)?/bucket_\d{5}\.safetensors")
@@ -49,7 +50,7 @@ class DiskTransport(Transport):
     def __init__(self, targets: Sequence[PushTarget], *, folder: Path) -> None:
         super().__init__(targets)
         self.folder = folder
-        self._aside = folder
+        self._aside: Path | None = None  # until a push has begun
         self._memory = HostMemory()
         # The version that holds each weight group: on disk, and once the open push is whole.
         self._versions: dict[WeightGroup, int] = {}
@@ -61,8 +62,9 @@ class DiskTransport(Transport):
         if not self._versions:
             clear(self.folder)  # what an earlier run, or a trainer that was killed, left there
 
-        self._aside = self.folder / f"version_{version:08d}.part"
-        self._aside.mkdir()
+        aside = self.folder / f"version_{version:08d}.part"
+        aside.mkdir()
+        self._aside = aside
 
         # Without a LoRA the replicas drop an earlier one, so a late joiner must not load it.
         self._next_versions = {
@@ -80,6 +82,7 @@ class DiskTransport(Transport):
         super().begin(version, manifest, lora)
 
     def send(self, bucket: Bucket) -> None:
+        assert self._aside is not None, "a push has begun"
         tensors = self._memory.tensors(bucket)
         files = {row["file"] for row in self._manifest["tensors"].values()}
         path = self._aside / f"bucket_{len(files):05d}.safetensors"
@@ -100,19 +103,25 @@ class DiskTransport(Transport):
         self.wait(requests)
 
     def end(self, error: BaseException | None) -> None:
+        aside = self._aside
+        self._aside = None
+        if aside is None:
+            return  # the push failed before it wrote anything
         if error is None:
-            self._publish()
+            self._publish(aside)
         else:
-            shutil.rmtree(self._aside, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)
 
-    def _publish(self) -> None:
+    def _publish(self, aside: Path) -> None:
         """Make the version visible, and remove older ones that no kept version needs."""
-        self._keep_groups_of_same_version()
-        (self._aside / MANIFEST).write_text(json.dumps(self._manifest), encoding="utf-8")
-        whole = self._aside.with_suffix("")
+        self._keep_groups_of_same_version(aside)
+        (aside / MANIFEST).write_text(json.dumps(self._manifest), encoding="utf-8")
+        whole = aside.with_suffix("")
         # It is there when the same version is pushed again, as after Fleet.sleep().
-        shutil.rmtree(whole, ignore_errors=True)
-        self._aside.rename(whole)
+        if whole.exists():
+            whole.rename(whole.with_suffix(OLD))
+        aside.rename(whole)
+        _remove(whole.with_suffix(OLD))
 
         self._versions = self._next_versions
         all_versions = versions(self.folder)
@@ -120,9 +129,9 @@ class DiskTransport(Transport):
         for version in all_versions[-NUM_KEPT:]:
             needed.update(_read_manifest(self.folder, version)["parts"].values())
         for version in set(all_versions) - needed:
-            shutil.rmtree(_version_folder(self.folder, version))
+            _remove(_version_folder(self.folder, version))
 
-    def _keep_groups_of_same_version(self) -> None:
+    def _keep_groups_of_same_version(self, aside: Path) -> None:
         """Take over what an earlier push of this version brought, and this one leaves out.
 
         Two policies of one version follow each other where one of them is an average: the second
@@ -137,13 +146,13 @@ class DiskTransport(Transport):
             return
         rows = _read_manifest(self.folder, version)["tensors"]
         rows = rows_of_weight_groups(rows, kept_groups)
-        num_files = len(list(self._aside.glob("bucket_*")))
+        num_files = len(list(aside.glob("bucket_*")))
         files = sorted({row["file"] for row in rows.values()})
         names = {
             file: f"bucket_{num_files + index:05d}.safetensors" for index, file in enumerate(files)
         }
         for file, name in names.items():
-            (_version_folder(self.folder, version) / file).rename(self._aside / name)
+            (_version_folder(self.folder, version) / file).rename(aside / name)
         self._manifest["tensors"] |= {
             tensor: {**row, "file": names[row["file"]]} for tensor, row in rows.items()
         }
@@ -152,8 +161,16 @@ class DiskTransport(Transport):
 def clear(folder: Path) -> None:
     """Remove all versions: the run starts anew, or goes on from before them."""
     for path in folder.glob("version_*"):
-        if _VERSION.fullmatch(path.name.removesuffix(".part")):
+        if _VERSION.fullmatch(path.name.removesuffix(".part").removesuffix(OLD)):
             shutil.rmtree(path)
+
+
+def _remove(version: Path) -> None:
+    """Remove a version's folder as far as it goes.
+
+    NFS keeps files that a replica on this host has open: no reason to end a run.
+    """
+    shutil.rmtree(version, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,13 +9,15 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import uvicorn
 
-from megadiff.rollout.client import processes
+from megadiff.rollout.client import processes, registry
 from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess
-from megadiff.rollout.client.registry import wait_until_announced
+from megadiff.rollout.client.registry import RegistryWatch, wait_until_announced
 from megadiff.rollout.server.announcement import AnnouncedServer, announced
 from megadiff.rollout.spec import ReplicaSpec
 from tests.unit.process.strangers import Stranger, drip, flood, reply
@@ -39,6 +41,31 @@ def test_the_later_of_one_name_stays(tmp_path):
             stack.enter_context(announced(tmp_path, name="a", url="http://two"))
         assert json.loads((tmp_path / "a.json").read_text())["url"] == "http://two"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_announcement_that_cannot_be_removed_ends_nothing(tmp_path, monkeypatch, caplog):
+    def refuse(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with announced(tmp_path, name="a", url="http://a"):
+        monkeypatch.setattr(Path, "unlink", refuse)
+    assert "a.json could not be removed" in caplog.text
+
+
+def test_what_cannot_be_read_is_not_gone(tmp_path, replica_a, monkeypatch):
+    """Over NFS a read may fail once, and its replica has not left for that."""
+    watch = RegistryWatch(tmp_path, token=None, run="mine")
+    watch.look()
+    assert watch.names() == {"a"}
+    for name in ("listdir", "open"):
+        with monkeypatch.context() as broken:
+            broken.setattr(registry.os, name, Mock(side_effect=OSError(116, "Stale file handle")))
+            watch.look()
+            assert watch.names() == {"a"}
+    (tmp_path / "a.json").unlink()
+    watch.look()
+    assert watch.names() == set()
+    watch.close()
 
 
 def test_it_is_gone_before_a_connection_is_closed(tmp_path):

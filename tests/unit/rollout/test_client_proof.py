@@ -136,6 +136,9 @@ def _hello(url, value):
         body = json.dumps(value).encode()
         answer = pool.request("POST", f"{url}/rl/hello", content=body)
     assert TOKEN.encode() not in answer.content
+    # connections of strangers would use up all descriptors
+    is_closed = (b"connection", b"close") in answer.headers
+    assert is_closed == (answer.status != 200)
     return answer.status
 
 

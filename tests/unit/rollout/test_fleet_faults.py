@@ -128,6 +128,15 @@ def test_a_mistake_of_ours_is_not_made_again(status) -> None:
         list(fleet.generate(REQUESTS))
 
 
+@pytest.mark.parametrize("status", [401, 404])
+def test_another_service_at_a_lost_replicas_address_ends_no_step(status) -> None:
+    foreign = FakeReplica("b", fail(status, "no such page"))
+    foreign.health = lambda: {"name": "nginx"}
+    with fleet_of(FakeReplica("a"), foreign) as fleet:
+        drawn = list(fleet.generate(REQUESTS))
+        assert len(drawn) == len(REQUESTS) and set(fleet.lost) == {"http://b"}
+
+
 def test_all_replicas_lost_in_mid_step_and_others_finish_it() -> None:
     """The draw ends early; the calls that are done are not made again by who comes back."""
     left = [2]

@@ -342,3 +342,15 @@ def test_what_a_rank_found_to_be_of_no_use_comes_back_with_another_life(tmp_path
             assert list(supervisor.roster({first.url: Loss("it fails its calls")})) == ["b"]
             wait_for(lambda: supervisor.roster({}).get("a") == (first.url, 2))
             assert supervisor.roster({})["b"] == (second.url, 1)
+
+            # What the ranks say of its first life is no news of its second.
+            of_before = {first.url: Loss("it fails its calls")}
+            assert "a" in supervisor.roster(of_before, {"a": 1, "b": 1})
+            assert "a" not in supervisor.roster(of_before, {"a": 2, "b": 1})
+
+
+def test_who_has_left_meanwhile_cannot_be_refused(tmp_path) -> None:
+    with peers(tmp_path, "a") as (peer,):
+        with supervised(tmp_path, peer) as (supervisor, events):
+            supervisor.refuse("gone", "its weights are others")
+            assert list(supervisor.roster({})) == ["a"] and not events

@@ -245,6 +245,21 @@ def test_disk_keeps_the_newest_versions_and_the_base_they_stand_on(tmp_path):
     assert torch.equal(held["transformer.m.lora_B.weight"], torch.full((2, 1), 6.0))
 
 
+def test_disk_removes_nothing_of_others_where_a_push_cannot_begin(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "version_00000009").write_text("no folder")
+    transport = DiskTransport([Target(folder=tmp_path)], folder=tmp_path)
+    with pytest.raises(NotADirectoryError) as caught:
+        transport.begin(1, MANIFEST, None)
+    transport.end(caught.value)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+    (tmp_path / "version_00000009").unlink()
+    push(transport, 1)
+    transport.end(OSError("of a push that never began"))
+    assert disk.versions(tmp_path) == [1] and (tmp_path / "notes.txt").exists()
+
+
 def test_disk_keeps_what_a_second_push_of_a_version_leaves_out(tmp_path):
     """As that of a lagging LoRA after an evaluation, for which replicas that slept got all."""
     transport = DiskTransport([Target(folder=tmp_path)], folder=tmp_path)

@@ -57,7 +57,7 @@ class FakeSupervisor:
         self.well: list[dict[str, str]] = []
         self.on_ask: Callable[[], object] = lambda: None
 
-    def roster(self, lost: dict[str, Loss]) -> dict[str, tuple[str, int]]:
+    def roster(self, lost: dict[str, Loss], lives: dict[str, int]) -> dict[str, tuple[str, int]]:
         self.lost.append(lost)
         self.on_ask()
         if not self.serving:
