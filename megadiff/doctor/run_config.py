@@ -69,10 +69,10 @@ def plan_finding(config: Config, gpus: GpuFacts, *, world_size: int, asked: int)
 
     here = "" if gpus.devices else f" ({options.gpu}, as no GPU is here)"
     size = f"{machine.num_bytes / GIB:.1f} GiB{here}"
-    return _verdict(plan, size=size, world_size=world_size)
+    return _verdict(plan, config, size=size, world_size=world_size)
 
 
-def _verdict(plan: MemoryPlan, *, size: str, world_size: int) -> Finding:
+def _verdict(plan: MemoryPlan, config: Config, *, size: str, world_size: int) -> Finding:
     where = f"on {counted(world_size, 'GPU')} of {size}"
     budget = plan.machine.budget
     hint = f"megadiff plan CONFIG --world-size {world_size} shows every layout and what would help"
@@ -92,7 +92,7 @@ def _verdict(plan: MemoryPlan, *, size: str, world_size: int) -> Finding:
             problem += f"{plan.machine.host_budget / GIB:.1f} GiB"
     if plan.pick is None:
         return error("plan", f"no layout fits {where}: {problem}", fix=hint)
-    return error("plan", f"does not fit {where}: {problem}", fix=overrides(plan.pick))
+    return error("plan", f"does not fit {where}: {problem}", fix=overrides(plan.pick, config))
 
 
 def _peak(estimate: Estimate) -> str:

@@ -34,7 +34,7 @@ from megadiff.planner.memory_plan import (
 )
 from megadiff.planner.network_text import layout_cells, network_lines
 from megadiff.planner.options import machine_of, parser
-from megadiff.planner.remedies import MORE_GPUS, find_remedy
+from megadiff.planner.remedies import MORE_GPUS, find_remedy, with_settings
 from megadiff.planner.work import Machine
 from megadiff.process.words import counted
 from megadiff.train.dry_run import node_lines
@@ -67,13 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         gpu=options.gpu,
         text_tokens=options.text_tokens,
     )
-    text = json.dumps(to_json(plan, network)) if options.json else to_text(plan, config, network)
+    text = (
+        json.dumps(to_json(plan, config, network))
+        if options.json
+        else to_text(plan, config, network)
+    )
     sys.stdout.write(f"{text}\n")
 
     return 0 if plan.pick else 1
 
 
-def to_json(plan: MemoryPlan, network: Network) -> dict[str, object]:
+def to_json(plan: MemoryPlan, config: Config, network: Network) -> dict[str, object]:
     """Return every figure in bytes. `pick` and `config` are indices into `layouts`, or null.
 
     `nodes`: the most that the layout to take pays on, and what stops it.
@@ -89,7 +93,7 @@ def to_json(plan: MemoryPlan, network: Network) -> dict[str, object]:
         "layouts": [_json_layout(estimate, plan.machine, network) for estimate in layouts],
         "pick": layouts.index(plan.pick) if plan.pick else None,
         "config": layouts.index(plan.configured) if plan.configured else None,
-        "overrides": overrides(plan.pick) if plan.pick else None,
+        "overrides": overrides(plan.pick, config) if plan.pick else None,
         "nodes": network.limit(plan.pick.placing) if plan.pick else None,
     }
 
@@ -113,8 +117,8 @@ def _json_layout(estimate: Estimate, machine: Machine, network: Network) -> dict
     }
 
 
-def overrides(estimate: Estimate) -> str:
-    """Return the keys that select a layout, whatever the config says."""
+def overrides(estimate: Estimate, config: Config) -> str:
+    """Return the keys that select a layout, whatever the config says of it."""
     placing = estimate.placing
     layout = placing.layout
     keys = {
@@ -127,7 +131,8 @@ def overrides(estimate: Estimate) -> str:
     }
     if layout.tp > 1:
         keys["parallel.sequence_parallel"] = str(placing.sequence_parallel).lower()
-    if estimate.offloads:
+    # Beside replicas on other GPUs only idle components' state moves, which is auto's to do.
+    if estimate.offloads and config.rollout.mode == "colocated":
         keys["engine.offload"] = "always"
     return " ".join(f"{key}={value}" for key, value in keys.items())
 
@@ -242,7 +247,7 @@ def _advice(plan: MemoryPlan, config: Config, network: Network) -> list[str]:
     backend = config.engine.backend
     worst = estimate.worst_phase
     lines = [
-        f"> take: {overrides(estimate)}",
+        f"> take: {overrides(estimate, config)}",
         "  the first that fits in the order: least tp, then least sp, then gathering within a "
         f"node, then engine.backend={backend}, then sequence parallelism.",
         f"  Its peak is {_gib(estimate.peak(worst))} GiB, in {worst}: {_parts(estimate, worst)}"
@@ -272,7 +277,7 @@ def _advice(plan: MemoryPlan, config: Config, network: Network) -> list[str]:
     if estimate.placing.backend != backend:
         fitting = [other for other in plan.estimates if other.fits(plan.machine)]
         of_backend = [other for other in fitting if other.placing.backend == backend]
-        first = overrides(of_backend[0]) if of_backend else "no layout of it fits"
+        first = overrides(of_backend[0], config) if of_backend else "no layout of it fits"
         lines.append(f"  of engine.backend={backend} the first: {first}")
 
     return lines
@@ -289,13 +294,13 @@ def _nothing_fits(plan: MemoryPlan, config: Config, *, text_tokens: int) -> list
     gpu_fits = nearest.peak(worst) <= plan.machine.budget
     if gpu_fits:
         return [
-            f"nothing fits. Nearest: {overrides(nearest)}",
+            f"nothing fits. Nearest: {overrides(nearest, config)}",
             f"  its GPUs suffice, but {_gib(nearest.host_bytes)} GiB of host memory a GPU > "
             f"{_gib(plan.machine.host_budget)} GiB; try nodes with more (--host-gib), or more GPUs",
         ]
 
     return [
-        f"nothing fits. Nearest: {overrides(nearest)}",
+        f"nothing fits. Nearest: {overrides(nearest, config)}",
         f"  with {_gib(nearest.peak(worst))} GiB > {_gib(plan.machine.budget)} GiB in {worst}: "
         f"{_parts(nearest, worst)}",
         *_remedy_lines(plan, config, text_tokens=text_tokens),
@@ -328,12 +333,13 @@ def _remedy_lines(plan: MemoryPlan, config: Config, *, text_tokens: int) -> list
         ]
 
     estimate = remedy.estimate
+    layout = overrides(estimate, with_settings(config, [remedy.settings]))
     settings = " ".join(f"{key}={value}" for key, value in remedy.settings.items())
     num_gpus = remedy.machine.world_size
     more = f"--world-size {num_gpus} " if num_gpus > plan.machine.world_size else ""
     worst = estimate.worst_phase
     lines = [
-        f"> it fits with: {more}{settings}{' ' if settings else ''}{overrides(estimate)}",
+        f"> it fits with: {more}{settings}{' ' if settings else ''}{layout}",
         f"  Its peak is {_gib(estimate.peak(worst))} GiB, in {worst}.",
     ]
     if "rollout.registry" in remedy.settings:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import psutil
-
 from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
 from megadiff.planner.engine_memory import GIB
 from megadiff.planner.memory_plan import plan_configured
 from megadiff.planner.network_text import HEADROOM, TEXT_TOKENS
 from megadiff.planner.work import Machine
+from megadiff.process.host_memory import total_bytes
 
 
 def offload_choice(
@@ -25,13 +24,13 @@ def offload_choice(
 ) -> tuple[str, str]:
     """Return engine.offload without auto, and why: what `megadiff plan` says of the layout.
 
-    num_bytes: of one GPU. host_bytes: of this node, by default as the system says.
+    num_bytes: of one GPU. host_bytes: of this node, by default what this process may use.
     """
     machine = Machine(
         world_size=world_size,
         gpus_per_node=ranks_per_node,
         num_bytes=num_bytes,
-        host_bytes=host_bytes or psutil.virtual_memory().total,
+        host_bytes=host_bytes or total_bytes(),
         headroom=HEADROOM,
     )
     without = replace(config, engine=replace(config.engine, offload="never"))

@@ -104,8 +104,18 @@ class _Tries:
         config = with_settings(self._config, steps)
         adapter = self._model.adapter
         plan = make_plan(config, adapter, machine=machine, text_tokens=self._text_tokens)
-        settings = {key: value for step in steps for key, value in step.items()}
+        settings = {
+            key: value
+            for step in steps
+            for key, value in step.items()
+            if value != _value(self._config, key)
+        }
         return Remedy(settings=settings, estimate=plan.pick, machine=machine) if plan.pick else None
+
+
+def _value(config: Config, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
 
 
 def with_settings(config: Config, steps: Sequence[Settings]) -> Config:
@@ -138,7 +148,14 @@ def _steps(plan: MemoryPlan, config: Config) -> Iterator[Settings]:
     if config.engine.activation_memory_budget > 0:
         yield {"engine.activation_memory_budget": 0}
     if is_colocated:
-        yield {"rollout.mode": "separate", "rollout.registry": REGISTRY}
+        # What is there for replicas on the trainer's GPUs is refused beside others.
+        yield {
+            "rollout.mode": "separate",
+            "rollout.registry": REGISTRY,
+            "rollout.sleep": "auto",
+            "rollout.tp": rollout.tp,
+            "engine.offload": "never" if config.engine.offload == "never" else "auto",
+        }
 
 
 def _halves(rows: int) -> Iterator[int]:

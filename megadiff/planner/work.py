@@ -61,7 +61,7 @@ def work_of(
     )
 
     tokens = model.adapter.token_count(sampling, text_tokens)
-    is_megatron = config.engine.backend == "megatron"
+    is_megatron = placing.backend == "megatron"
     return Work(
         rows=min(config.train.microbatch_size, rows),
         image_tokens=tokens.image,

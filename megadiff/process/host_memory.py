@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,9 +40,7 @@ def unlock_host_memory(memory: Tensor) -> None:
 def free_bytes() -> int:
     """Return this rank's part of the node's free memory; ranks of a node have equal parts."""
     free = psutil.virtual_memory().available
-    # A container or a Slurm job may have less than the node: limits of cgroup v2, any above counts.
-    cgroup = CGROUPS / PROCESS_CGROUPS.read_text().rpartition("::/")[2].strip()
-    for folder in (cgroup, *cgroup.parents):
+    for folder in _cgroups():
         with suppress(OSError, ValueError, KeyError):  # no limit there, or "max"
             limit = int((folder / "memory.max").read_text())
             used = int((folder / "memory.current").read_text())
@@ -50,3 +49,18 @@ def free_bytes() -> int:
             cached = int(stat["active_file"]) + int(stat["inactive_file"])
             free = min(free, limit - used + cached)
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def total_bytes() -> int:
+    """Return the memory of the node, or of the container or Slurm job that may use less."""
+    total = psutil.virtual_memory().total
+    for folder in _cgroups():
+        with suppress(OSError, ValueError):
+            total = min(total, int((folder / "memory.max").read_text()))
+    return total
+
+
+def _cgroups() -> Sequence[Path]:
+    """Return the folders of cgroup v2 whose limits count: this process's, and any above."""
+    cgroup = CGROUPS / PROCESS_CGROUPS.read_text().rpartition("::/")[2].strip()
+    return (cgroup, *cgroup.parents)

@@ -151,7 +151,9 @@ def _check_samples(config: Config, algorithm: Algorithm) -> None:
     if num_trained % num_updates:
         raise ConfigError(
             f"algorithm.trained_samples={num_trained} is not a multiple of "
-            f"train.updates_per_step={num_updates}: each update takes an equal part of every group"
+            f"train.updates_per_step={num_updates}: each update takes an equal part of every "
+            f"group; set algorithm.trained_samples={num_updates * (num_trained // num_updates + 1)}"
+            ", or train.updates_per_step=1"
         )
 
     if algorithm.rows != "pairs":
@@ -170,5 +172,5 @@ def _check_samples(config: Config, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"algorithm.noise_levels={settings.noise_levels} is not a multiple of "
             f"train.updates_per_step={num_updates}: each update takes equally many of a pair's "
-            "levels"
+            "levels; set train.updates_per_step=1, or more levels"
         )

@@ -37,14 +37,16 @@ class ScoredGroups:
 
 
 def best_and_worst(scored: ScoredGroups, count: int) -> ScoredGroups:
-    """Keep a group's best ⌈count/2⌉ and worst ⌊count/2⌋ samples, the best first.
+    """Keep a group's best ⌈count/2⌉ and worst ⌊count/2⌋ samples.
 
-    DanceGRPO's best-of-n, arXiv 2505.07818.
+    They come in turns, best, worst, second best, …: updates take equal parts in this order, and
+    each needs both. DanceGRPO's best-of-n, arXiv 2505.07818.
     """
     order_PG = scored.advantages_PG.argsort(dim=1, descending=True, stable=True)
     num_best = (count + 1) // 2
-    num_worst = count - num_best
-    kept_PG = torch.cat([order_PG[:, :num_best], order_PG[:, order_PG.shape[1] - num_worst :]], 1)
+    kept_PG = order_PG[:, :count].clone()
+    kept_PG[:, 0::2] = order_PG[:, :num_best]
+    kept_PG[:, 1::2] = order_PG.flip(1)[:, : count - num_best]
     groups = [
         take_samples(group, kept_G) for group, kept_G in zip(scored.groups, kept_PG, strict=True)
     ]

@@ -229,6 +229,7 @@ def test_a_jobs_own_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
     monkeypatch.setattr(host_memory, "PROCESS_CGROUPS", tmp_path / "own")
     assert host_memory.free_bytes() == 400
+    assert host_memory.total_bytes() == 1000
 
 
 def test_a_clock_makes_checkpoints_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

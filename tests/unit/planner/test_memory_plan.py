@@ -448,6 +448,27 @@ def test_replicas_over_two_gpus_are_tried(capsys):
     assert "* is what the config asks for" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("recipe", "arguments"),
+    [
+        # replicas stay awake beside LoRA, and a shared card is too small for both
+        ("qwen_image_flowgrpo_lora_4xh200", ("--world-size", "4", "--memory-gib", "24")),
+        # of two experts the idle one's state waits on the host
+        ("wan22_t2v_a14b_flowgrpo_lora_8xh200", (*SEPARATE, "rollout.sleep=auto")),
+    ],
+)
+def test_what_a_plan_advises_is_not_refused(capsys, recipe, arguments):
+    command = ["plan", str(ROOT / f"configs/recipes/{recipe}.yaml")]
+    if "--world-size" not in arguments:
+        command += ["--world-size", "8"]
+    code = main([*command, *arguments])
+    text = capsys.readouterr().out
+    advice = re.search("^> (it fits with|take): (.*)$", text, re.M)
+    assert advice, text
+    assert code == (advice[1] != "take")
+    assert main([*command, *arguments, *advice[2].split()]) == 0, capsys.readouterr().err
+
+
 def test_layouts_that_cannot_run_share_a_line(capsys):
     z_image = str(ROOT / "configs/recipes/z_image_base_flowgrpo_4xh200.yaml")
     assert main(["plan", z_image, "--world-size", "8"]) == 0

@@ -12,9 +12,9 @@ from tests.scored import STEPS, scored_groups
 
 
 @pytest.mark.parametrize(
-    "count, first, second", [(2, [1, 3], [2, 0]), (3, [1, 0, 3], [2, 1, 0]), (1, [1], [2])]
+    "count, first, second", [(2, [1, 3], [2, 0]), (3, [1, 3, 0], [2, 0, 1]), (1, [1], [2])]
 )
-def test_the_best_come_first_then_the_worst(
+def test_the_best_and_the_worst_come_in_turns(
     count: int, first: list[int], second: list[int]
 ) -> None:
     advantages_PG = torch.tensor([[0.5, 2.0, -1.0, -1.5], [-2.0, 0.5, 2.0, -0.5]])
@@ -36,7 +36,14 @@ def test_the_best_come_first_then_the_worst(
 def test_equal_samples_are_chosen_alike_everywhere() -> None:
     scored = scored_groups([0], advantages_PG=torch.zeros(1, 4))
     assert best_and_worst(scored, 2).groups[0].sample_indices == (0, 3)
-    assert best_and_worst(scored, 4).groups[0].sample_indices == (0, 1, 2, 3)
+    assert best_and_worst(scored, 4).groups[0].sample_indices == (0, 3, 1, 2)
+
+
+def test_each_update_has_good_and_bad_samples() -> None:
+    advantages_PG = torch.tensor([[0.5, -2.0, 2.0, -0.5]])
+    chosen = best_and_worst(scored_groups([0], advantages_PG=advantages_PG), 4)
+    for part_R in chosen.advantages_PG[0].view(2, 2):
+        assert part_R.min() < 0 < part_R.max()
 
 
 @pytest.mark.parametrize(
