@@ -5,6 +5,7 @@
 
 # %% What is served, and where the picture goes
 import logging
+import os
 import sys
 
 import torch
@@ -13,7 +14,7 @@ from PIL import Image
 from megadiff import Replica, score
 
 MODEL = "assets/shapes"
-OUT = sys.argv[1] if len(sys.argv) > 1 else "notebook.png"
+OUT = os.environ.get("NOTEBOOK_OUT", "notebook.png")
 PROMPTS = ["a red star", "two blue circles", "a green square left of a yellow triangle"]
 logging.basicConfig(level="INFO")
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -81,14 +82,16 @@ def evaluate(
     target: str | Path,
     *arguments: str | Path,
     prompts: str | Path | None = None,
-    rewards: Sequence[str] = (),
+    rewards: str | Sequence[str] = (),
     num_samples: int | None = None,
     baseline: str | Path | None = None,
     out: str | Path | None = None,
+    force: bool = False,
 ) -> Evaluated:
     """Score a model's or a run's folder, as `megadiff evaluate` does with the same options.
 
     arguments: yaml files and key=value overrides. baseline: a second folder to compare with.
+    force: replace what an earlier evaluation left in `out`.
     Raises ValueError for what cannot be evaluated, and AgreedError or OSError where a replica or a
     reward failed.
     """
@@ -100,7 +103,8 @@ def evaluate(
     }
     argv = [str(target), *map(str, arguments)]
     argv += [f"{flag}={value}" for flag, value in options.items() if value is not None]
-    argv += [f"--reward={name}" for name in rewards]
+    argv += [f"--reward={name}" for name in _listed(rewards)]
+    argv += ["--force"] if force else []
 
     try:
         parsed = evaluate_command.parse(argv)
@@ -113,7 +117,7 @@ def evaluate(
 
 
 def score(
-    groups: Sequence[RolloutGroup], rewards: Sequence[str] | Mapping[str, RewardConfig]
+    groups: Sequence[RolloutGroup], rewards: str | Sequence[str] | Mapping[str, RewardConfig]
 ) -> Tensors:
     """Score samples: reward name → [P, G] float32, and their weighted sum under "total".
 
@@ -122,7 +126,7 @@ def score(
     Raises ValueError for a prompt that a reward cannot score, RewardError where one fails.
     """
     if not isinstance(rewards, Mapping):
-        rewards = {name.rpartition(":")[2]: RewardConfig(type=name) for name in rewards}
+        rewards = {name.rpartition(":")[2]: RewardConfig(type=name) for name in _listed(rewards)}
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with closing(Scorer(rewards)) as scorer:
@@ -198,7 +202,7 @@ class ReplicaSession:
 
     def sample(
         self,
-        prompts: Sequence[str | Prompt],
+        prompts: str | Sequence[str | Prompt],
         *,
         num_samples: int = 1,
         seed: int | None = None,
@@ -220,7 +224,7 @@ class ReplicaSession:
         repeats: Counter[str] = Counter()
         requests = []
 
-        for prompt in map(_prompt, prompts):
+        for prompt in map(_prompt, _listed(prompts)):
             # a prompt that comes again draws other noise
             first = repeats[prompt.id] * num_samples
             repeats[prompt.id] += 1
@@ -250,6 +254,11 @@ class ReplicaSession:
             )
 
         return [groups[index] for index in range(len(requests))]
+
+
+def _listed(names: str | Sequence[Any]) -> Sequence[Any]:
+    """Take one name for a list of it, and not for a list of letters."""
+    return [names] if isinstance(names, str) else names
 
 
 def _check_one_rank(config: Config) -> None:

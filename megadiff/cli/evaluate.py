@@ -76,6 +76,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 1
 
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped by Ctrl-C\n")
+        return 130
+
     record = evaluated.folder / RECORD_NAME
     page = evaluated.folder / PAGE_NAME
     evaluation = evaluated.evaluation

@@ -43,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command, names in _commands(elsewhere, options.run).items():
         sys.stdout.write(f"=== {', '.join(names)}: on another host, or ended there; try\n")
         sys.stdout.write(f"  {command}\n")
-    return 0 if all(stacks.get(row.name) for row in here) else 1
+    return 0 if all(stacks.get(row.pid) for row in here) else 1
 
 
-def _shown(row: Announcement, stacks: dict[str, str], wait_s: float) -> str:
-    if row.name not in stacks:
+def _shown(row: Announcement, stacks: dict[int, str], wait_s: float) -> str:
+    if row.pid not in stacks:
         return "has just ended\n"
-    if stacks[row.name]:
-        return stacks[row.name]
+    if stacks[row.pid]:
+        return stacks[row.pid]
     state = process_state(row.pid)
     meaning = f": {STATES[state]}" if state in STATES else ""
     return f"no answer within {wait_s:g} s; state {state or 'unknown'}{meaning}\n"

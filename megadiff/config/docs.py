@@ -23,8 +23,9 @@ later one wins. Set what has no default, and take the rest from a recipe.
 A key without a default must be given. `megadiff train --help-config` prints this page as text.
 
 A relative path is relative to the folder in which the command is started, wherever the yaml file
-lies. The launchers start it in the repository: give them absolute paths. Only the files that a prompt file names are looked for beside it. Start the command in the
-same folder again: the run's own `config.yaml` keeps paths as they were given.
+lies. The launchers start it in the repository: give them absolute paths. Only the files that a
+prompt file names are looked for beside it. Start the command in the same folder again: the run's
+own `config.yaml` keeps paths as they were given.
 This page is made from [config/schema.py](../megadiff/config/schema.py):
 `python -m megadiff.config.docs > docs/configuration.md`.
 """

@@ -194,6 +194,8 @@ def _guarded(name: str, seconds: float, look: Callable[[], Iterable[Finding]]) -
         yield from within(seconds, lambda: list(look()))
     except (OSError, ValueError) as failure:
         yield refusal(name, str(failure))
+    except Exception as failure:  # of a user's own reward, for one
+        yield refusal(name, f"{type(failure).__name__}: {failure}")
 
 
 if __name__ == "__main__":

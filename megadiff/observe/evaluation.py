@@ -111,8 +111,9 @@ class Evaluation(Sampling):
         return len({sample.prompt_id for sample in self.samples})
 
     def is_share(self, reward: str) -> bool:
-        """Return True when every value is 0 or 1, so that the mean is a share."""
-        return all(sample.rewards[reward] in (0, 1, None) for sample in self.samples)
+        """Return True when there are values, each 0 or 1, so that the mean is a share."""
+        values = {sample.rewards[reward] for sample in self.samples} - {None}
+        return bool(values) and values <= {0, 1}
 
     def estimate(self, reward: str, task: str | None = None) -> MeanEstimate:
         """Return the mean over all samples that have the reward, or over those of one task."""

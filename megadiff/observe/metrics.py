@@ -164,7 +164,11 @@ def verdict(rows: Rows, *, key: str = "reward/mean") -> Verdict | None:
     window = max(1, min(VERDICT_STEPS, len(values) // 2))
     first = values[:window]
     last = values[-window:]
-    noise = stdev(last if key == LOSS else first) if window > 1 else None
+    noise = None
+    if window > 1:
+        noises = [stdev(first), stdev(last)]
+        # without any, as of a reward that is 0 at first, the other end has some
+        noise = noises[key == LOSS] or max(noises)
     return Verdict(key=key, first=fmean(first), last=fmean(last), window=window, noise=noise)
 
 

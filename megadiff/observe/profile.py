@@ -79,7 +79,7 @@ class StepProfile:
 
         try:
             self._write(trace, folder, step)
-        except (OSError, RuntimeError) as error:  # a full disk; the run itself can go on
+        except (OSError, RuntimeError, ValueError, KeyError) as error:  # the run itself can go on
             logger.warning("step %d was traced, but not written: %s", step, error)
 
     def _write(self, trace: profile, folder: Path, step: int) -> None:

@@ -79,13 +79,17 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Any] = {}
+        names: dict[str, str] = {}
         for key, value in self._values.items():
             of_replica = _OF_REPLICA.fullmatch(key)
             # Without its replica, as the mean of all has that name already.
             name = f"{of_replica[1]}_of" if of_replica else key
             labels = {"run": self._run} | ({"replica": of_replica[2]} if of_replica else {})
+            safe = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            # Of two keys with one such name the first is told: a reader may refuse a second family.
+            if names.setdefault(safe, name) != name:
+                continue
             if name not in families:
-                safe = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
                 text = f"{name} of the last finished step, as in metrics.jsonl."
                 families[name] = GaugeMetricFamily(safe, text, labels=list(labels))
             families[name].add_metric(list(labels.values()), value)

@@ -11,8 +11,12 @@ from typing import Any
 def write_whole(path: Path, text: str) -> None:
     """Write a file aside and rename it, so that a reader never sees half of it."""
     aside = path.with_name(f".{path.name}")
-    aside.write_text(text, "utf-8")
-    os.replace(aside, path)
+    try:
+        aside.write_text(text, "utf-8")
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def read_lines(path: Path) -> list[str]:

@@ -36,7 +36,12 @@ def import_for(tracker: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"track has {tracker}, which is not installed; pip install 'megadiff[{tracker}]' or "
-            f"take {tracker} out of track"
-        ) from error
+        raise ValueError(not_installed(tracker)) from error
+
+
+def not_installed(tracker: str) -> str:
+    """Return what to tell a user whose config names a tracker that cannot be imported."""
+    return (
+        f"track has {tracker}, which is not installed; pip install 'megadiff[{tracker}]' or "
+        f"take {tracker} out of track"
+    )

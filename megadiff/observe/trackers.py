@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megadiff.observe.samples import (
 from megadiff.observe.step_folders import drop_steps_after
 from megadiff.observe.tensorboard_tracker import TensorBoardTracker
 from megadiff.observe.text_files import read_lines, write_whole
-from megadiff.observe.tracker import Tracker
+from megadiff.observe.tracker import Tracker, not_installed
 from megadiff.observe.wandb_tracker import WandbTracker
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,9 @@ TRACKERS: dict[str, Callable[..., Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
 }
+
+
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # that a tracker needs
 
 
 class Trackers:
@@ -190,12 +194,16 @@ def read_evaluated(run_folder: Path, step: int) -> list[SavedSample]:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ValueError for the name of no tracker."""
+    """Raise ValueError for the name of no tracker, or one whose package is not installed."""
     unknown = sorted(set(names) - TRACKERS.keys())
     if unknown:
         raise ValueError(
             f"track has unknown {', '.join(unknown)}; the trackers are {', '.join(TRACKERS)}"
         )
+    for name in names:
+        # Now, and not when replicas and engine have started.
+        if name in PACKAGES and find_spec(PACKAGES[name]) is None:
+            raise ValueError(not_installed(name))
 
 
 def build_trackers(

@@ -93,28 +93,28 @@ def announcements(folder: Path) -> list[Announcement]:
     return [row for row in rows if row is not None and (not row.is_here or row.is_listening)]
 
 
-def ask(folder: Path, asked: Sequence[Announcement], *, wait_s: float = WAIT_S) -> dict[str, str]:
-    """Return name → stacks of these processes of this host; wait at most wait_s for all.
+def ask(folder: Path, asked: Sequence[Announcement], *, wait_s: float = WAIT_S) -> dict[int, str]:
+    """Return pid → stacks of these processes of this host; wait at most wait_s for all.
 
     Without those that ended meanwhile, and with "" for one that did not answer.
     """
-    begins = {row.name: _size(row.stack_file(folder)) for row in asked}
+    begins = {row.pid: _size(row.stack_file(folder)) for row in asked}
     sent = [row for row in asked if _send(row)]
     deadline = time.monotonic() + wait_s
-    sizes: dict[str, int] = {}
+    sizes: dict[int, int] = {}
     grown_s = time.monotonic()
 
     while time.monotonic() < deadline:
         time.sleep(POLL_S)
-        now = {row.name: _size(row.stack_file(folder)) for row in sent}
+        now = {row.pid: _size(row.stack_file(folder)) for row in sent}
         if now != sizes:
             sizes = now
             grown_s = time.monotonic()
-        has_all = all(now[row.name] > begins[row.name] for row in sent)
+        has_all = all(now[row.pid] > begins[row.pid] for row in sent)
         if has_all and time.monotonic() - grown_s > SETTLED_S:
             break
 
-    return {row.name: _text(row.stack_file(folder), begins[row.name]) for row in sent}
+    return {row.pid: _text(row.stack_file(folder), begins[row.pid]) for row in sent}
 
 
 def process_state(pid: int) -> str:

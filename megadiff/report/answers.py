@@ -1,8 +1,8 @@
-"""PageAnswer a reader's first three questions: did it work, can it be trusted, what comes next."""
+"""Answer a reader's first three questions: did it work, can it be trusted, what comes next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +132,7 @@ def _what_next(run: RunRecord, *, is_good: bool, has_reward: bool) -> PageAnswer
     if not run.is_finished:
         sentences.insert(0, "If it does not run: the same command goes on after the last step.")
     if run.heldout is not None:
-        sentences += _weakest_task(run.heldout)
+        sentences += _weakest_task(run.heldout, run.untrained)
     if run.is_finished and has_reward and is_good:
         late = verdict(run.rows[len(run.rows) // 2 :])
         if late is not None and late.is_clear and late.gain > 0:
@@ -150,13 +150,16 @@ def _from_here(folder: Path) -> Path:
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
 
-def _weakest_task(heldout: Comparison) -> Iterator[str]:
+def _weakest_task(heldout: Comparison, untrained: Collection[str]) -> Iterator[str]:
     """Yield which task has most left to learn, where the leading reward is a share."""
     evaluation = heldout.evaluation
-    reward = leading_reward(evaluation)
+    reward = leading_reward(evaluation, untrained)
     if len(evaluation.tasks) < 2 or not evaluation.is_share(reward):
         return
-    means = {task: evaluation.estimate(reward, task).mean for task in evaluation.tasks}
+    estimates = {task: evaluation.estimate(reward, task) for task in evaluation.tasks}
+    means = {task: estimate.mean for task, estimate in estimates.items() if estimate.n}
     task = min(means, key=lambda name: means[name])
+    if means[task] == 1:
+        return
     accuracy = RewardFormat(is_share=True).value(means[task])
     yield f"Most is left to learn in “{task}”, {accuracy}: more prompts like it."

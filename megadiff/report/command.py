@@ -26,11 +26,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report and name it on stdout; return 0, or 2 when RUN is no run."""
+    """Write the report and name it on stdout; return 0, or 2 where it cannot."""
     args = build_parser().parse_args(argv)
     try:
         path = write_report(args.run)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"megadiff report: {error}\n")
         return 2
     sys.stdout.write(f"{path}\n")

@@ -44,6 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page, then the summary and the page's name on stdout; 2 where a RUN is no run."""
     args = build_parser().parse_args(argv)
+    # A terminal that is not UTF-8 shows question marks, rather than an error.
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         runs = read_runs(args.runs)
         write_comparison(args.out, runs)

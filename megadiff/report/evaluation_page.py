@@ -98,6 +98,8 @@ def leading_reward(evaluation: Evaluation, untrained: Collection[str] = ()) -> s
     Among them the first that is only 0 or 1, an accuracy; without one the first of all.
     """
     names = evaluation.reward_names
+    # one that no held-out prompt asks for tells nothing
+    names = [name for name in names if evaluation.estimate(name).n] or names
     names = [name for name in names if name not in untrained] or names
     return next((name for name in names if evaluation.is_share(name)), names[0])
 

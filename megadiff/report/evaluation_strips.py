@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megadiff.observe.evaluation import (
+    SETTINGS,
     EvaluatedSample,
     Evaluation,
     evaluation_folders,
@@ -57,7 +58,12 @@ def _columns(run_folder: Path) -> list[tuple[Path, Evaluation]]:
             columns.append((folders[step], read_evaluation(folders[step])))
         except ValueError:
             continue  # read_evaluations() warned of the first and the last
-    return columns
+    # Other settings draw other pictures from the same noise.
+    return [column for column in columns if _settings(column[1]) == _settings(columns[-1][1])]
+
+
+def _settings(evaluation: Evaluation) -> list[object]:
+    return [getattr(evaluation, name) for name in SETTINGS]
 
 
 def _by_turns(evaluation: Evaluation) -> Sequence[EvaluatedSample]:

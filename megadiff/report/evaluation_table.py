@@ -98,7 +98,8 @@ def _guidance(evaluation: Evaluation) -> str:
 
 def groups(evaluation: Evaluation) -> list[tuple[str, str | None]]:
     """Return (name, task) of every row: all samples, then each task."""
-    return [(ALL, None), *((task, task) for task in evaluation.tasks)]
+    named = {task: f"{task} (task)" if task == ALL else task for task in evaluation.tasks}
+    return [(ALL, None), *((name, task) for task, name in named.items())]
 
 
 def _rows(

@@ -11,7 +11,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -44,18 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, markup=False, emoji=False)
 
     try:
-        with no_notes():
+        with no_notes(), suppress(KeyboardInterrupt, BrokenPipeError):  # or the end of `| head`
             follower = RunFollower(args.run)
             if args.once or not sys.stdout.isatty() or console.is_dumb_terminal:
                 console.print(frame(follower.look(), console.width))
             else:
                 _show(follower, console)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"megadiff watch: {error}\n")
         return 2
-    except (KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, or the end of `| head`
-        pass
-
     return 0
 
 

@@ -35,7 +35,9 @@ from megadiff.report.report import TEXTS, stage_seconds
 from megadiff.report.run_follower import RunView
 
 RECENT_STEPS = 20  # whose medians are the present speed
-SILENT_S = 60.0  # without a new line this long, and ten steps long, a run may hang
+# Without a new line this long, and as long as ten steps and an evaluation, a run may hang.
+SILENT_S = 60.0
+START_S = 1800.0  # before its first line, where the config says nothing of replicas
 WIDE = 80  # columns, from which on there is space for more than the numbers
 MIN_NAME = 8  # columns
 MIN_SPARKLINE = 8  # columns; a shorter one shows nothing
@@ -143,14 +145,20 @@ def state_of(view: RunView, *, now: float) -> tuple[str, str]:
     if last is None and view.num_steps and view.last_step >= view.num_steps:
         return "finished", _ago(now - view.logged_at) if view.logged_at else ""
 
+    begun_at = last.time.timestamp() if last else None
+    if begun_at is not None and (view.logged_at is None or view.logged_at < begun_at):
+        # No step of this attempt yet: the model loads, and replicas start.
+        start_s = config_number(view.config, "rollout", "start_timeout_s") or START_S
+        is_silent = now - begun_at > start_s
+        return "silent" if is_silent else "running", f"started {_ago(now - begun_at)}"
     if view.logged_at is None:
-        return "running", f"started {_ago(now - last.time.timestamp())}" if last else ""
+        return "running", ""
 
     seconds = finite(step_seconds(row) for row in view.rows[-RECENT_STEPS:])
     evaluations = column(view.rows, "time/evaluate_s")
-    longest_s = max(seconds, default=0.0) + max(evaluations, default=0.0)
+    limit_s = 10 * max(seconds, default=0.0) + max(evaluations, default=0.0)
     silent_s = now - view.logged_at
-    is_silent = silent_s > max(SILENT_S, 10 * longest_s)
+    is_silent = silent_s > max(SILENT_S, limit_s)
 
     return "silent" if is_silent else "running", f"last line {_ago(silent_s)}"
 

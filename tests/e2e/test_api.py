@@ -40,6 +40,7 @@ def draws(config):
         explored = replica.sample(["a red cat"], explore=True)
         with pytest.raises(ValueError, match="open already"):
             replica.__enter__()
+        (cat,) = replica.sample("a red cat", num_samples=2)
         with pytest.raises(ValueError, match="num_samples=0 < 1"):
             replica.sample(["a red cat"], num_samples=0)
     with pytest.raises(ValueError, match="not open"):
@@ -47,13 +48,14 @@ def draws(config):
 
     pixels = [group.pixels_GFHWC for group in (*groups, *again, *other)]
     assert pixels[0].shape == (2, 1, 64, 64, 3) and pixels[0].dtype == torch.uint8
-    assert torch.equal(pixels[0], pixels[3])
+    assert torch.equal(pixels[0], pixels[3]) and torch.equal(pixels[0], cat.pixels_GFHWC)
     assert not any(torch.equal(pixels[0], pixels[index]) for index in (1, 2, 4))
     assert explored[0].log_probs_GW.shape == (1, 2) and groups[0].log_probs_GW.shape == (2, 0)
 
     rewards = score(groups, config.reward)
     assert rewards["total"].shape == (3, 2) and rewards["total"].isfinite().all()
-    assert torch.equal(score(groups, ["jpeg_size"])["jpeg_size"], rewards["size"])
+    for names in (["jpeg_size"], "jpeg_size"):
+        assert torch.equal(score(groups, names)["jpeg_size"], rewards["size"])
 
 
 def trains(config):
@@ -113,7 +115,8 @@ def test_a_session_samples_trains_twice_and_survives_its_errors(trainer, registr
 
 
 def run_notebook(arguments):
-    sys.argv = ["notebook.py", *arguments]
+    os.environ["NOTEBOOK_OUT"] = arguments[0]
+    sys.argv = ["ipykernel_launcher.py", "-f", "kernel.json"]  # as Jupyter has it
     runpy.run_path(str(ROOT / "examples" / "notebook.py"), run_name="__main__")
     return 0
 

@@ -41,6 +41,15 @@ def test_the_last_step_is_there_with_every_figure(tmp_path):
     assert [path.name for path in run.iterdir()] == [PROM_NAME]  # nothing half-written
 
 
+def test_two_keys_of_one_clean_name_are_one_family(tmp_path):
+    tracker = PromTracker(tmp_path)
+    tracker.log(1, {"reward/clip-l": 0.5, "reward/clip.l": 0.7})
+    tracker.close()
+    text = (tmp_path / PROM_NAME).read_text()
+    assert text.count("# TYPE megadiff_run_reward_clip_l ") == 1
+    assert "megadiff_run_reward_clip_l{" in text and " 0.5\n" in text
+
+
 def test_a_file_that_cannot_be_written_warns_once(tmp_path, caplog):
     run = tmp_path / "gone"
     tracker = PromTracker(run)

@@ -13,7 +13,7 @@ from synthetic_run import metrics_of, samples_of
 from megadiff.observe.evaluation import evaluation_folder, evaluation_folders, write_evaluation
 from megadiff.observe.metrics import read_rows, verdict
 from megadiff.observe.step_folders import step_folders
-from megadiff.observe.trackers import Trackers, build_trackers
+from megadiff.observe.trackers import Trackers, build_trackers, check_trackers
 
 
 def test_each_step_is_one_line_on_disk_as_soon_as_it_is_logged(tmp_path):
@@ -82,6 +82,8 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"pip install 'megadiff\[wandb\]'"):
         build_trackers(["wandb"], tmp_path, {})
+    with pytest.raises(ValueError, match=r"pip install 'megadiff\[wandb\]'"):
+        check_trackers(["wandb"])  # which --dry-run and the doctor call
 
 
 def test_ranks_that_do_not_log_write_nothing():

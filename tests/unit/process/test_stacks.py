@@ -88,6 +88,22 @@ def test_a_process_that_is_stopped_is_said_to_be(tmp_path, capsys, started):
     assert "no answer within 0.3 s; state T: it is stopped" in capsys.readouterr().out
 
 
+def test_of_two_processes_of_one_name_the_stopped_one_is_told(tmp_path, capsys, started):
+    """A replica that outlived its end, and the one that was started in its place."""
+    folder = tmp_path / FOLDER
+    old = started(HANGS, folder)
+    wait_for_announcement(folder)
+    old.send_signal(19)  # SIGSTOP
+    new = started(HANGS, folder)
+    while len(list(folder.glob("[!.]*.json"))) < 2:
+        assert new.poll() is None
+        time.sleep(0.02)
+    assert main([str(tmp_path), "--wait-s", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("in stuck_in_a_library") == 1
+    assert f"=== rank_0 (pid {old.pid})\nno answer within 1 s; state T" in shown
+
+
 @pytest.mark.parametrize("job, command", [("", "ssh node7"), ("42", "srun --jobid 42 --overlap")])
 def test_other_hosts_are_named_with_a_command(tmp_path, capsys, job, command):
     (tmp_path / FOLDER).mkdir()

@@ -120,6 +120,9 @@ def test_a_held_out_reward_that_is_no_verdict_is_the_headline_by_its_name(tmp_pa
     page = page_of(folder)
     assert "<h1>Held-out color rose from" in page and "Held-out color</span><strong>0." in page
     assert "✓" not in page and leading_reward(replace(found, samples=plain)) == "color"
+    unasked = [replace(sample, rewards={"ocr": None, **sample.rewards}) for sample in plain]
+    found = replace(found, samples=unasked)
+    assert not found.is_share("ocr") and leading_reward(found) == "color"
     assert "<p><b>0.8</b></p>" in page and "<p><b>0.4</b></p>" in page
 
 

@@ -139,6 +139,15 @@ def test_the_state_is_that_of_the_last_turn(tmp_path):
     assert state_of(view, now=now + 3600) == ("silent", "last line 1 h 00 min ago")
 
 
+def test_a_run_that_resumes_loads_before_its_first_line(tmp_path):
+    folder = write_run(tmp_path / "run", steps=5)
+    os.utime(folder / "metrics.jsonl", (time.time() - 18_000,) * 2)
+    Events(folder).write("run_resumed", step=6)
+    view = RunFollower(folder).look()
+    assert state_of(view, now=time.time() + 15)[0] == "running"
+    assert state_of(view, now=time.time() + 200_000)[0] == "silent"
+
+
 def test_the_eta_counts_steps_and_evaluations_that_are_left(tmp_path):
     view = RunFollower(write_run(tmp_path / "run", steps=5)).look()
     rows = [{"step": step, "time/step_s": 2.0} for step in range(1, 6)]
