@@ -32,7 +32,7 @@ HEARTBEAT_S = 60.0  # as rollout.heartbeat_s
 HEALTH_TRIALS = 3
 NOT_CURRENT = 409  # the status of a replica that holds other weights
 SERVER_ERRORS = 500  # and above: the replica's fault, not the request's
-# The caller's mistakes, which every replica would answer alike.
+# The caller's mistakes, which every replica would answer alike. So may whatever has its address.
 REFUSALS = (400, 401, 404, 413)
 
 
@@ -172,7 +172,6 @@ class Fleet(AbstractContextManager["Fleet"]):
         try:
             drawn = future.result()
         except ReplicaError as error:
-            # Of this replica: another service may have its address by now.
             if error.status in REFUSALS and self._is_alive(client, error):
                 raise
             self._take_back(queue, requests, call, client, error)
@@ -364,8 +363,7 @@ class Fleet(AbstractContextManager["Fleet"]):
     def call(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T:
         """Return call(client).
 
-        Raises ReplicaDied, with its log's end, where no answer comes, or not in time; the replica
-        is lost then.
+        Raises ReplicaDied, with its log's end, and loses the replica where no answer comes in time.
         """
         try:
             return self._watched(client, call)
