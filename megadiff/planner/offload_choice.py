@@ -36,8 +36,18 @@ def offload_choice(
     without = replace(config, engine=replace(config.engine, offload="never"))
     on_gpu = plan_configured(without, adapter, machine=machine, text_tokens=TEXT_TOKENS)
     chosen = plan_configured(config, adapter, machine=machine, text_tokens=TEXT_TOKENS)
-    if not on_gpu or not chosen or not on_gpu.phases or not chosen.offloads:
-        return "never", "replicas fit beside the optimizer state, or it would not help"
+    if not on_gpu or not chosen or not on_gpu.phases:
+        return "never", "this layout cannot be planned"
+    if not chosen.offloads and not on_gpu.fits(machine):
+        phase = on_gpu.worst_phase
+        peak = on_gpu.peak(phase)
+        return "never", (
+            f"but the plan does not fit either way: {phase} takes {peak / GIB:.1f} of "
+            f"{machine.budget / GIB:.1f} GiB, beside {machine.host_budget / GIB:.1f} GiB of host "
+            "memory a GPU; see `megadiff plan`"
+        )
+    if not chosen.offloads:
+        return "never", "replicas fit beside the optimizer state"
 
     phase = max(
         on_gpu.phases.keys() - {"update"}, key=on_gpu.peak

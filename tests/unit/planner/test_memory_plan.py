@@ -200,6 +200,8 @@ def test_a_run_decides_as_the_plan_does(monkeypatch):
         )
         assert choice == expected, (gib, host_gib)
         assert choice == "never" or "would take 87.2 of 71.2 GiB; 18.9 GiB" in reason
+        is_short = gib < 100 and choice == "never"
+        assert ("does not fit either way: rollout takes 87.2 of 71.2 GiB" in reason) == is_short
 
 
 def test_gradients_exist_while_an_update_runs(plan):

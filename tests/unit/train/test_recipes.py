@@ -134,8 +134,11 @@ def header_peaks(path: Path) -> dict[str, float]:
 
 def planned_peaks(files: list[Path], capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
     """Return phase → GiB a GPU in the layout that the planner picks for the first file's GPUs."""
-    (world_size,) = re.findall(r"--world-size (\d+)", header_of(files[0]))
-    assert main(["plan", *map(str, files), "--world-size", world_size, "--json"]) == 0
+    header = header_of(files[0])
+    (world_size,) = re.findall(r"--world-size (\d+)", header)
+    (gpu,) = re.findall(r"--gpu (\w+)", header) or ["h200"]
+    command = ["plan", *map(str, files), "--world-size", world_size, "--gpu", gpu, "--json"]
+    assert main(command) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["pick"] is not None, "no layout fits"
     phases = plan["layouts"][plan["pick"]]["phases"]
