@@ -264,13 +264,13 @@ class Scorer:
                 if not call.future.done() and call.remaining_s() <= 0:
                     call.give_up()
                     self._workers_of(call.reward).add_thread()  # its own may never come back
-        self._raise_failures()
+        self._raise_failures(are_all_over=True)
 
-    def _raise_failures(self) -> None:
-        """Raise what ends the run, too many failures included."""
+    def _raise_failures(self, *, are_all_over: bool = False) -> None:
+        """Raise what ends the run, too many failures included; warn of the others at the end."""
         self._raise_first_failure()
         for name in self.rewards:
-            self._check_dropped(name)
+            self._check_dropped(name, are_all_over=are_all_over)
 
     def _raise_first_failure(self) -> None:
         """Raise the first error that ends the run, and log the user's own traceback once.
@@ -305,10 +305,10 @@ class Scorer:
         self._check_total(total, scores)
         return {**scores, TOTAL: total}
 
-    def _check_dropped(self, name: str) -> None:
+    def _check_dropped(self, name: str, *, are_all_over: bool) -> None:
         """Raise RewardError where so many of a reward's samples failed that it must be broken.
 
-        Logs once, when all calls are over, that some did.
+        Logs that some did, when all calls are over.
         """
         calls = [call for call in self._calls if call.reward.name == name]
         failed = [call for call in calls if call.num_failed]
@@ -324,7 +324,7 @@ class Scorer:
         limit = max(DROP_LIMIT * num_samples, *(len(call.samples) for call in calls))
         if self.weights[name] and (num_failed > limit or num_failed == num_samples):
             raise RewardError(f"{text}. on_failure=drop allows {DROP_LIMIT:.0%}")
-        if all(call.is_over for call in calls):
+        if are_all_over:
             logger.warning("%s. They are left out", text)
 
     def _check_total(self, total: Tensor, scores: Mapping[str, Tensor]) -> None:
