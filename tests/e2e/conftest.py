@@ -146,7 +146,9 @@ def train_in_ranks(
     worker: Callable[[list[str]], None] = train_rank,
 ) -> Result:
     arguments = trainer.command(*overrides, name=name)
-    run_ranks(worker, num_processes, arguments[arguments.index("megadiff.cli.train") + 1 :])
+    # compiled blocks take minutes on a slow machine
+    ours = arguments[arguments.index("megadiff.cli.train") + 1 :]
+    run_ranks(worker, num_processes, ours, timeout_s=600)
     return Result(code=0, stderr="", folder=trainer.folder / name)
 
 
