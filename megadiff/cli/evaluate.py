@@ -75,7 +75,6 @@ def main(argv: list[str] | None = None) -> int:
     except (AgreedError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-
     except KeyboardInterrupt:
         sys.stderr.write("stopped by Ctrl-C\n")
         return 130

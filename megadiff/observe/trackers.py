@@ -98,7 +98,7 @@ TRACKERS: dict[str, Callable[..., Tracker]] = {
 }
 
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # that a tracker needs
+PACKAGES = ("tensorboard", "wandb")  # that a tracker of the same name needs
 
 
 class Trackers:
@@ -202,7 +202,7 @@ def check_trackers(names: Sequence[str]) -> None:
         )
     for name in names:
         # Now, and not when replicas and engine have started.
-        if name in PACKAGES and find_spec(PACKAGES[name]) is None:
+        if name in PACKAGES and find_spec(name) is None:
             raise ValueError(not_installed(name))
 
 

@@ -172,8 +172,6 @@ class Fleet(AbstractContextManager["Fleet"]):
         try:
             drawn = future.result()
         except ReplicaError as error:
-            if error.status in REFUSALS and self._is_alive(client, error):
-                raise
             self._take_back(queue, requests, call, client, error)
             return None
         call.replica = client.name
@@ -202,6 +200,8 @@ class Fleet(AbstractContextManager["Fleet"]):
         if not is_alive:
             self.lose(client, _loss(error))
             return
+        if error.status in REFUSALS:
+            raise error
         is_answer = error.status is not None
         given_s = queue.given_s(call, client.name)
         is_useless = queue.fail(

@@ -40,6 +40,7 @@ MAX_VISITS = 32  # addresses that are asked at the same time
 # far more than name, url and pid need
 ANNOUNCEMENT_BYTES = 2**16
 SHOWN = 8  # claims that an error names
+UNREAD = ("cannot be read", "the folder cannot be read")  # as reasons begin
 # a replica's announcement is the file <name>.json
 _NAME = re.compile(r"[^/]{1,255}")
 
@@ -139,7 +140,7 @@ def read_claims(registry: Path) -> tuple[list[Claim], dict[Path, str]]:
     except FileNotFoundError:
         names = []  # the first replica makes the folder
     except OSError as error:
-        return [], {registry: f"the folder cannot be read: {error.strerror}"}
+        return [], {registry: f"{UNREAD[1]}: {error.strerror}"}
 
     for name in names:
         path = registry / name
@@ -150,7 +151,7 @@ def read_claims(registry: Path) -> tuple[list[Claim], dict[Path, str]]:
                 reasons[path] = "a link to nothing"
             # else its replica has just ended
         except OSError as error:
-            reasons[path] = f"cannot be read: {error.strerror}"
+            reasons[path] = f"{UNREAD[0]}: {error.strerror}"
         except ValueError as error:
             reasons[path] = str(error)
 
@@ -224,11 +225,7 @@ class RegistryWatch:
             del self._visits[address]
 
         self._warn_of_writers()
-        claims, self._left_out = read_claims(self.registry)
-        # What cannot be read is not gone: over NFS a read may fail once.
-        is_unread = self._left_out.keys().__contains__
-        claims += [claim for claim in self.claims if is_unread(claim.path)]
-        self.claims = self.claims if is_unread(self.registry) else claims
+        self.claims, self._left_out = self._read()
 
         for claim in self.claims:
             address = claim.address
@@ -254,7 +251,7 @@ class RegistryWatch:
 
     def is_announced(self, name: str) -> bool:
         """Look for a name's announcement now."""
-        return any(claim.address.name == name for claim in read_claims(self.registry)[0])
+        return any(claim.address.name == name for claim in self._read()[0])
 
     def has_asked_all(self) -> bool:
         """Tell whether every announced address has answered, or had its time to."""
@@ -271,6 +268,17 @@ class RegistryWatch:
             if visit.health is None and is_open:
                 texts.append(f"{claim.address} ({visit.reason})")
         return f"; left out: {', '.join(texts[:SHOWN])}" if texts else ""
+
+    def _read(self) -> tuple[list[Claim], dict[Path, str]]:
+        """Return read_claims(), with the earlier claims in place of what cannot be read now.
+
+        It is not gone: over NFS a read may fail once.
+        """
+        claims, reasons = read_claims(self.registry)
+        unread = {path for path, text in reasons.items() if text.startswith(UNREAD)}
+        if self.registry in unread:
+            return self.claims, reasons
+        return claims + [claim for claim in self.claims if claim.path in unread], reasons
 
     def _healthy(self) -> list[JsonObject]:
         """Return the proven announcements, each name and address once."""

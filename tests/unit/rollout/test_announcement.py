@@ -61,8 +61,9 @@ def test_what_cannot_be_read_is_not_gone(tmp_path, replica_a, monkeypatch):
         with monkeypatch.context() as broken:
             broken.setattr(registry.os, name, Mock(side_effect=OSError(116, "Stale file handle")))
             watch.look()
-            assert watch.names() == {"a"}
+            assert watch.names() == {"a"} and watch.is_announced("a")
     (tmp_path / "a.json").unlink()
+    assert not watch.is_announced("a")
     watch.look()
     assert watch.names() == set()
     watch.close()
