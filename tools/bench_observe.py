@@ -2,7 +2,8 @@
 
 Any run will do, as each row of metrics.jsonl says what its figures took: time/measure_s within the
 step, and time/record_s behind the step before. Medians, without the first two steps. Not counted
-are saved samples, evaluations, traced steps, and on GPUs the thread that watches their memory.
+are saved samples, evaluations, traced steps, and threads beside the training: one looks at the
+samples, on GPUs one watches their memory.
 """
 
 from __future__ import annotations

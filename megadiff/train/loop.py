@@ -9,11 +9,8 @@ from functools import partial
 from megadiff.data.sampler import PromptSampler
 from megadiff.train import parity, probe
 from megadiff.train.batches import BatchSource
-from megadiff.train.record import (
-    diversity_metrics,
-    sample_records,
-    step_work,
-)
+from megadiff.train.diversity_figures import DiversityFigures
+from megadiff.train.record import sample_records, step_work
 from megadiff.train.reward_metrics import reward_metrics
 from megadiff.train.run import RunParts
 from megadiff.train.run_replicas import RunReplicas
@@ -45,13 +42,14 @@ def train(run: Run) -> None:
             drawn, stats = run.batches.take(progress.step)
             groups = drawn.groups
             rewards = drawn.rewards
+            diversity = DiversityFigures(groups)
             with timers("train"):
                 stats |= update(engine, run.algorithm, groups, rewards, progress=progress)
             run.rescue.finish_step(progress, run.batches.position())
 
             with timers("measure"):
                 stats |= reward_metrics(rewards, drawn.figures, mesh)
-                stats |= diversity_metrics(groups, mesh)
+                stats |= diversity.metrics(mesh)
                 stats |= step_work(groups, engine.adapter, run.algorithm, config, mesh)
         samples = partial(sample_records, groups, rewards, frames_per_s=engine.adapter.frames_per_s)
         run.recorder.step(progress.step, stats | gate, samples)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import fmean
 
-import numpy as np
 import torch
 
 from megadiff.algorithms import Algorithm
 from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
-from megadiff.observe import diversity
 from megadiff.observe.device_memory import DeviceMemory
 from megadiff.observe.metrics import format_number
 from megadiff.observe.power import PowerMeter
@@ -239,53 +235,6 @@ def count_devices(config: Config, mesh: Mesh) -> int:
         return mesh.world_size
     num_workers = config.rollout.num_replicas * config.rollout.tp
     return mesh.world_size + num_workers if num_workers else 0
-
-
-def diversity_metrics(groups: list[RolloutGroup], mesh: Mesh) -> Figures:
-    """Return means over all ranks' groups: how unlike samples are, and signs of hacked rewards.
-
-    Collective. Of videos the middle frame is looked at, and how much they move. Diversity of colour
-    is that of prompts that name none, and missing without one.
-    """
-    # all of them on every rank, also on one without groups: the all-reduce takes equal keys
-    others = ("pixel_spread", "clipped_share", "colour_entropy_bit", "motion")
-    keys = (*diversity.LOOKS, *others, "count", "open_count")
-    sums = dict.fromkeys(keys, 0.0)
-    alike = defaultdict(list)  # thumbnails of one shape
-
-    for group in groups:
-        frames_GHWC = group.middle_frames_GHWC
-        small = diversity.thumbnails(frames_GHWC)
-        alike[small.shape].append(small)
-        sums["pixel_spread"] += diversity.pixel_spread(small)
-        sums["clipped_share"] += diversity.clipped_share(frames_GHWC)
-        sums["count"] += 1
-        if not diversity.names_a_colour(group.prompt.text):
-            sums["colour_entropy_bit"] += diversity.colour_entropy_bit([small])
-            sums["open_count"] += 1
-        if _has_videos(group):
-            sums["motion"] += fmean(map(diversity.motion, group.pixels_GFHWC))
-
-    for thumbnails in alike.values():
-        # At once: a call a group would mostly be the calls' own time.
-        stack = np.concatenate(thumbnails)
-        for name, value in diversity.looks(stack).items():
-            sums[name] += value * len(thumbnails)
-
-    sums = all_reduce_sums(sums, mesh.cpu_group)
-    count = sums.pop("count")
-    open_count = sums.pop("open_count")
-    bits = sums.pop("colour_entropy_bit")
-    means = {name: value / count for name, value in sums.items()}
-    if open_count:
-        means["colour_entropy_bit"] = bits / open_count
-    if not any(map(_has_videos, groups)):
-        del means["motion"]
-    return {f"diversity/{name}": value for name, value in means.items()}
-
-
-def _has_videos(group: RolloutGroup) -> bool:
-    return group.pixels_GFHWC.shape[1] > 1
 
 
 def used_bytes(device: torch.device) -> int:

@@ -11,8 +11,9 @@ import torch
 from megadiff.algorithms import build_algorithm
 from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.observe import diversity
-from megadiff.parallel.mesh import init_mesh, resolve_layout
-from megadiff.train.record import diversity_metrics, step_work
+from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
+from megadiff.train.diversity_figures import DiversityFigures
+from megadiff.train.record import step_work
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 from tests.distributed.ranks import run_ranks
 from tests.stub_fleet import StubFleet
@@ -55,7 +56,7 @@ def _worker(out: str, world_size: int, sp: int, texts: tuple[str, ...]) -> None:
         resolve_layout(dp=0, sp=sp, tp=1, dp_replicate=1, world_size=world_size), "cpu"
     )
     mine = groups(texts[mesh.dp_rank :: mesh.dp])
-    metrics = diversity_metrics(mine, mesh)
+    metrics = DiversityFigures(mine).metrics(mesh)
     window = [
         replace(
             group,
@@ -70,7 +71,25 @@ def _worker(out: str, world_size: int, sp: int, texts: tuple[str, ...]) -> None:
     one_noise = [replace(group, sampling=replace(SAMPLING, same_noise=True)) for group in window]
     shared = step_work(one_noise, TeraAdapter(), algorithm, config, mesh)
     metrics["shared"] = shared["perf/tflop_rollout"]
+    metrics |= {"moving": _motion(mine, mesh)}
     Path(out, f"{mesh.rank}.json").write_text(json.dumps(metrics))
+
+
+def videos(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    """Return the groups with a second frame, which is the first one's negative."""
+    return [
+        replace(group, pixels_GFHWC=torch.cat([group.pixels_GFHWC, 255 - group.pixels_GFHWC], 1))
+        for group in groups
+    ]
+
+
+def _motion(mine: list[RolloutGroup], mesh: Mesh) -> float:
+    moving = videos(mine)
+    if not mesh.is_model_group_source:  # peers get the middle frame alone
+        moving = [
+            replace(group, pixels_GFHWC=group.middle_frames_GHWC[:, None]) for group in moving
+        ]
+    return DiversityFigures(moving).metrics(mesh)["diversity/motion"]
 
 
 @pytest.mark.parametrize("world_size, sp", [(1, 1), (2, 1), (2, 2)])
@@ -80,7 +99,11 @@ def test_every_layout_finds_the_same_diversity(tmp_path, world_size, sp):
     open_prompts = [pixels[text] for text in TEXTS if "red" not in text and "blue" not in text]
     looks = [diversity.looks(samples) for samples in pixels.values()]
     means = {f"diversity/{name}": sum(each[name] for each in looks) / 5 for name in diversity.LOOKS}
+    motions = [
+        diversity.motion(frames) for group in videos(groups(TEXTS)) for frames in group.pixels_GFHWC
+    ]
     expected = means | {
+        "moving": sum(motions) / len(motions),
         "diversity/pixel_spread": sum(map(diversity.pixel_spread, pixels.values())) / 5,
         "diversity/clipped_share": sum(map(diversity.clipped_share, pixels.values())) / 5,
         "diversity/colour_entropy_bit": diversity.colour_entropy_bit(open_prompts),
