@@ -29,6 +29,7 @@ ORDER = (
     "tests/distributed/",
     "tests/unit/train/test_recipes.py",
     "tests/unit/planner/test_memory_plan.py",
+    "tests/unit/planner/test_plan_advice.py",
     "tests/unit/planner/test_engine_memory.py",
     "tests/unit/rewards/test_reward_exit.py",
     "tests/unit/convert/",

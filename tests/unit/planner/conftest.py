@@ -1,5 +1,35 @@
-"""Every test of the planner shares adapters."""
+"""Every test of the planner shares adapters, and asks for plans of one recipe."""
 
+import json
+
+import pytest
+
+from megadiff.cli.main import main
+from tests.unit.planner.recipe import EAGER, MODEL, RECIPE
 from tests.unit.shared_adapters import adapters_are_shared
 
 __all__ = ["adapters_are_shared"]
+
+
+@pytest.fixture
+def plan(capsys):
+    """Arguments → (the JSON plan, exit code)."""
+
+    def run(*arguments: str, world_size: int = 4) -> tuple[dict, int]:
+        code = main(
+            [
+                "plan",
+                RECIPE,
+                MODEL,
+                *EAGER,
+                "--world-size",
+                str(world_size),
+                "--text-tokens",
+                "64",
+                "--json",
+                *arguments,
+            ]
+        )
+        return json.loads(capsys.readouterr().out), code
+
+    return run
