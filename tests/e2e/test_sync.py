@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import torch
 from bench_sync_faults import JOIN_S, open_trials
@@ -45,8 +46,9 @@ def source(tiny_model) -> Source:
 @pytest.fixture(scope="module")
 def sync_to(source, tiny_model, registry):
     """A context: the sync of a transport to replicas, name → url."""
-    return lambda transport, urls: sync_between(
-        source, urls, transport, model=tiny_model, folder=registry.parent / "weights"
+    folder = registry.parent / "weights"
+    return lambda transport, urls, **settings: sync_between(
+        source, urls, transport, model=tiny_model, folder=folder, **settings
     )
 
 
@@ -256,6 +258,31 @@ def test_a_fault_of_each_kind_by_each_transport(singles, pair, injector, tiny_mo
     assert len(tried) == len(KINDS) * len(ALL)
     assert tally.num("found") > len(lines) / 2, "\n".join(lines)
     assert not buckets_left()
+
+
+def test_a_replica_that_is_stopped_in_a_push_is_lost_and_no_other(sync_to, urls, pair, source):
+    """Its bucket gives up before the heartbeat does: nobody knows then whose fault it is."""
+    source.factor = 1.0625
+    servers, _ = pair
+    leader = psutil.Process(servers[0].pid)
+    stopped = [leader, *leader.children(recursive=True)]
+
+    def stop(number: int) -> None:
+        for process in stopped if number == 2 else []:
+            process.suspend()
+
+    with sync_to("nccl", urls, heartbeat_s=4.0) as (sync, fleet):
+        sync.push(6)
+        source.factor, source.on_bucket = 1.03125, stop
+        sync.transport.timeout_s = 1.0
+        try:
+            with pytest.raises(AgreedError, match="pair at http://127.0.0.1:.* does not answer"):
+                sync.push(7)
+            assert fleet.lost.keys() == {urls["pair"]}
+        finally:
+            source.on_bucket = lambda number: None
+            for process in stopped:
+                process.resume()
 
 
 def test_a_replica_that_is_killed_in_a_push(sync_to, urls, singles, pair, source):

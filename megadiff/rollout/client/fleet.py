@@ -31,7 +31,6 @@ MAX_THREADS = 2048  # they are started as calls need them
 HEARTBEAT_S = 60.0  # as rollout.heartbeat_s
 HEALTH_TRIALS = 3
 NOT_CURRENT = 409  # the status of a replica that holds other weights
-SERVER_ERRORS = 500  # and above: the replica's fault, not the request's
 # The caller's mistakes, which every replica would answer alike. So may whatever has its address.
 REFUSALS = (400, 401, 404, 413)
 
@@ -64,7 +63,7 @@ class Fleet(AbstractContextManager["Fleet"]):
 
     def __post_init__(self) -> None:
         self.lost: dict[str, Loss] = {}
-        self._holders: set[ReplicaClient] = set()  # of weights: they have taken a whole push
+        self.holders: set[ReplicaClient] = set()  # of weights: they have taken a whole push
         # As many as this rank would have for itself.
         self._num_replicas = max(1, (self.num_replicas or len(self.replicas)) // self.num_ranks)
         self._rates: dict[str, float] = {}  # replica → seconds a sample
@@ -94,7 +93,7 @@ class Fleet(AbstractContextManager["Fleet"]):
                 self._rates.pop(client.name, None)
         self.replicas = clients
         self.lost = {}
-        self._holders &= set(clients)
+        self.holders &= set(clients)
 
     def plan(self, requests: Sequence[RolloutRequest]) -> list[ReplicaCall]:
         """Cut requests into calls, which generate() makes.
@@ -196,7 +195,7 @@ class Fleet(AbstractContextManager["Fleet"]):
         error: ReplicaError,
     ) -> None:
         """Give a failed call back, and the replica up where it is dead, busy or not current."""
-        is_alive = error.status not in (NOT_CURRENT, LOCKED) and self._is_alive(client, error)
+        is_alive = error.status not in (NOT_CURRENT, LOCKED) and self.is_alive(client, error)
         if not is_alive:
             self.lose(client, _loss(error))
             return
@@ -218,7 +217,7 @@ class Fleet(AbstractContextManager["Fleet"]):
         lost_s = time.monotonic() - given_s
         self.report("call_retried", replica=client.name, lost_s=lost_s, text=text)
 
-    def _is_alive(self, client: ReplicaClient, error: ReplicaError) -> bool:
+    def is_alive(self, client: ReplicaClient, error: ReplicaError) -> bool:
         """Tell whether the replica still answers: a connection may break and the process live."""
         if error.is_timeout:
             return False  # busy for longer than a call may take
@@ -342,8 +341,7 @@ class Fleet(AbstractContextManager["Fleet"]):
 
     def weight_targets(self) -> list[WeightTarget]:
         """Return the replicas as the weight sync sees them."""
-        add = self._holders.add
-        return [WeightTarget(client, self._call_of_push, on_commit=add) for client in self.replicas]
+        return [WeightTarget(client, self) for client in self.replicas]
 
     def sleep(self) -> None:
         """Let every replica free its weights, until a push brings all of the policy's."""
@@ -370,25 +368,9 @@ class Fleet(AbstractContextManager["Fleet"]):
         except ReplicaError as error:
             if error.status is not None and not error.is_timeout:
                 raise
-            raise self._death(client, error, "does not answer") from error
+            raise self.death(client, error, "does not answer") from error
 
-    def _call_of_push(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T:
-        """Return call(client) as call() does; a replica that fails is lost as well.
-
-        It has taken a push before, so others and its own next process can take this one. Where it
-        has not, weights and replica may not fit: nobody else could do better.
-        """
-        try:
-            return self.call(client, call)
-        except ReplicaError as error:
-            assert error.status is not None
-            if client not in self._holders:
-                raise
-            if error.status < SERVER_ERRORS and self._is_alive(client, error):
-                raise
-            raise self._death(client, error, "cannot take the weights") from error
-
-    def _death(self, client: ReplicaClient, error: ReplicaError, what: str) -> ReplicaDied:
+    def death(self, client: ReplicaClient, error: ReplicaError, what: str) -> ReplicaDied:
         self.lose(client, _loss(error))
         tail = log_tail(self.logs[client.name]) if client.name in self.logs else ""
         return ReplicaDied(f"{client.name} at {client.url} {what}: {error}\n{tail}")

@@ -8,43 +8,47 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
-from megadiff.rollout.limits import LOCKED, OWNER_SILENT_S
+from megadiff.rollout.client.processes import ReplicaDied
+from megadiff.rollout.client.report import HUNG, Loss
+from megadiff.rollout.limits import LOCKED, NOT_RECEIVED, OWNER_SILENT_S
 from megadiff.sync.bucket import BucketBody
+from megadiff.sync.transports.base import NotReceivedError
 from megadiff.types import LoraSpec
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GIVE_UP_S = 10.0  # after an owner's silence is over
+SERVER_ERRORS = 500  # and above: the replica's fault, not the request's
 
 
-class FleetCall(Protocol):
-    """Return call(client); raise ReplicaDied where that has lost the replica."""
+class Holders(Protocol):
+    """A fleet as its targets see it. holders: of weights, those that have taken a whole push."""
 
-    def __call__(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T: ...
+    holders: set[ReplicaClient]
+
+    def call(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T: ...
+
+    def is_alive(self, client: ReplicaClient, error: ReplicaError) -> bool: ...
+
+    def death(self, client: ReplicaClient, error: ReplicaError, what: str) -> ReplicaDied: ...
+
+    def lose(self, client: ReplicaClient, loss: Loss) -> None: ...
 
 
 class WeightTarget:
     """Be one replica of a fleet as sync.transports.base.PushTarget.
 
     A replica that dies in the middle of a push is reported as any other.
-    call: of the fleet. on_commit: told of the client when it has taken a whole push.
     """
 
-    def __init__(
-        self,
-        client: ReplicaClient,
-        call: FleetCall,
-        *,
-        on_commit: Callable[[ReplicaClient], object],
-    ) -> None:
+    def __init__(self, client: ReplicaClient, fleet: Holders) -> None:
         self.name = client.name
         self.url = client.url
         self._client = client
-        self._call = call
-        self._on_commit = on_commit
+        self._fleet = fleet
 
     def weights_places(self) -> list[dict[str, Any]]:
-        return self._call(self._client, ReplicaClient.weights_places)
+        return self._call(ReplicaClient.weights_places)
 
     def weights_begin(
         self,
@@ -61,10 +65,9 @@ class WeightTarget:
         while True:
             try:
                 return self._call(
-                    self._client,
                     lambda client: client.weights_begin(
                         version, manifest, lora=lora, transport=transport
-                    ),
+                    )
                 )
             except ReplicaError as error:
                 # only an owner that is gone is worth waiting for: other refusals would come again
@@ -76,9 +79,36 @@ class WeightTarget:
             time.sleep(1.0)
 
     def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None:
-        self._call(self._client, lambda client: client.weights_bucket(bucket))
+        """Bring a bucket. Raises NotReceivedError where the group of transport nccl broke."""
+        try:
+            self._call(lambda client: client.weights_bucket(bucket))
+        except ReplicaError as error:
+            if error.status != NOT_RECEIVED:
+                raise
+            raise NotReceivedError(f"{self.name}: {error}") from error
 
     def weights_commit(self, version: int, digests: Sequence[str]) -> list[dict[str, Any]]:
-        workers = self._call(self._client, lambda client: client.weights_commit(version, digests))
-        self._on_commit(self._client)
+        workers = self._call(lambda client: client.weights_commit(version, digests))
+        self._fleet.holders.add(self._client)
         return workers
+
+    def lose(self, reason: str) -> None:
+        """Let the fleet work without it, where it has taken a push before."""
+        if self._client in self._fleet.holders:
+            self._fleet.lose(self._client, Loss(reason, HUNG))
+
+    def _call(self, call: Callable[[ReplicaClient], T]) -> T:
+        """Return call(client) as the fleet's call() does; a replica that fails is lost as well.
+
+        It has taken a push before, so others and its own next process can take this one. Where it
+        has not, weights and replica may not fit: nobody else could do better.
+        """
+        try:
+            return self._fleet.call(self._client, call)
+        except ReplicaError as error:
+            assert error.status is not None
+            if self._client not in self._fleet.holders:
+                raise
+            if error.status < SERVER_ERRORS and self._fleet.is_alive(self._client, error):
+                raise
+            raise self._fleet.death(self._client, error, "cannot take the weights") from error

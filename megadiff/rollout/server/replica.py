@@ -7,8 +7,8 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,20 @@ from torch import Tensor
 
 from megadiff.models.batch_sampler import split_groups
 from megadiff.models.pipeline_base import GPU_BYTES, REQUESTS_KEY, RESULT_KEY
-from megadiff.models.pipeline_stop import ALIVE_NAME, STOP_KEY
+from megadiff.models.pipeline_stop import STOP_KEY
 from megadiff.models.registry import family_of
-from megadiff.rollout.limits import Limits
+from megadiff.rollout.limits import NOT_RECEIVED, Limits
 from megadiff.rollout.server.body import chunks
 from megadiff.rollout.server.load import Load
 from megadiff.rollout.server.omni_app import call_worker
 from megadiff.rollout.server.owner import Owner
 from megadiff.rollout.server.policy import PolicyState, Refused
+from megadiff.rollout.server.progress import EngineProgress
 from megadiff.rollout.server.requests import ModelRule, check_requests
 from megadiff.rollout.spec import ReplicaSpec
 from megadiff.rollout.wire import encode_groups
 from megadiff.sync.bucket import file_manifest
+from megadiff.sync.transports.group import NOT_WHOLE
 from megadiff.sync.transports.receive import resolve
 from megadiff.sync.transports.shared_memory import bucket_file
 from megadiff.sync.transports.table import TRANSPORTS
@@ -75,8 +77,7 @@ class Replica:
         self.load = Load(time.monotonic)
         self.gpu_bytes: tuple[int, int] | None = None  # worker 0's allocated and reserved ones
         self.num_image_calls = 0  # waiting ones included
-        self._drawing: dict[int, tuple[object, float]] = {}  # calls: their shape, when they began
-        self._shape_s: dict[object, float] = {}  # seconds of the fastest answered call
+        self.progress = EngineProgress(self.private_folder)
         self._idle = asyncio.Condition()
         self._weights_lock = asyncio.Lock()  # one push or sleep at a time
 
@@ -142,7 +143,8 @@ class Replica:
             num_samples = sum(len(request.sample_indices) for request in requests)
             async with self.generating(num_samples) as version, self.stoppable(receive) as stop:
                 start_s = time.monotonic()
-                with self._in_engine(requests):
+                shape = (requests[0].sampling, num_samples)
+                with self.progress.drawing(shape):
                     result = await self._sample(requests, stop)
                 engine_s = time.monotonic() - start_s
                 queue_s = self.load.waited_s(start_s)
@@ -152,37 +154,6 @@ class Replica:
                 self.gpu_bytes = (allocated, reserved)
             groups = split_groups(requests, result, policy_version=version, replica=self.spec.name)
             return await asyncio.to_thread(encode_groups, groups), engine_s, queue_s
-
-    def engine_silent_s(self) -> float:
-        """Return for how long the engine has made no progress that it should have made.
-
-        It tells of forward passes alone, so a whole call's seconds are its own, for texts and
-        pixels. Nothing counts while a call has a shape that no call before it had: that may
-        compile. 0 where it has nothing to do.
-        """
-        shapes = {shape for shape, _ in self._drawing.values()}
-        if not shapes or not shapes <= self._shape_s.keys():
-            return 0.0
-        call_s = max(self._shape_s[shape] for shape in shapes)
-        since_s = min(began_s for _, began_s in self._drawing.values())
-        with suppress(OSError):  # not there before the first pass
-            since_s = max(since_s, (self.private_folder / ALIVE_NAME).stat().st_mtime)
-        return max(0.0, time.time() - since_s - call_s)
-
-    @contextmanager
-    def _in_engine(self, requests: Sequence[RolloutRequest]) -> Iterator[None]:
-        """Note a call that the engine has, for engine_silent_s()."""
-        shape = (requests[0].sampling, sum(len(request.sample_indices) for request in requests))
-        key = id(requests)
-        began_s = time.time()
-        self._drawing[key] = (shape, began_s)
-
-        try:
-            yield
-            seconds = time.time() - began_s
-            self._shape_s[shape] = min(seconds, self._shape_s.get(shape, seconds))
-        finally:
-            del self._drawing[key]
 
     async def weights_begin(
         self,
@@ -270,7 +241,12 @@ class Replica:
 
     async def _load(self, bucket: Manifest, source: JsonObject) -> None:
         self.policy.check_bucket(bucket)
-        await call_worker(self.engine, "load_bucket", source)
+        try:
+            await self._handle_weights("load_bucket", source)
+        except RuntimeError as error:  # a worker's errors are texts
+            if NOT_WHOLE in str(error):
+                raise Refused(NOT_RECEIVED, str(error)) from error
+            raise
         self.policy.loaded(bucket)
 
     async def weights_commit(
@@ -287,8 +263,8 @@ class Replica:
             self.policy.check_commit(version)
             lora = self.policy.lora
             # bound first: the fingerprints are of what the layers then compute with
-            await call_worker(self.engine, "bind_lora", dataclasses.asdict(lora) if lora else None)
-            workers = (await call_worker(self.engine, "fingerprints"))["workers"]
+            await self._handle_weights("bind_lora", dataclasses.asdict(lora) if lora else None)
+            workers = (await self._handle_weights("fingerprints"))["workers"]
 
             answer = commit_answer(workers, digests)
             if digests and [row.get("digest") for row in answer] != list(digests):
@@ -305,7 +281,7 @@ class Replica:
             if self.spec.fp8:
                 # If quantize fails, weights may be gone: a second commit must not succeed.
                 self.policy.lose_received()
-                keeps_base = (await call_worker(self.engine, "quantize"))["keeps_weights"]
+                keeps_base = (await self._handle_weights("quantize"))["keeps_weights"]
             self.policy.commit(keeps_base=keeps_base)
 
         num_tensors = len(workers[0]["fingerprints"])
@@ -321,7 +297,7 @@ class Replica:
             # a base that a trainer holds is not the replica's to free
             self.policy.fall_asleep(keeps_base=self.spec.shared_base)
             await self._drained()
-            await call_worker(self.engine, "free_weights")
+            await self._handle_weights("free_weights")
 
     async def trim(self, *, run: str | None = None) -> None:
         """Give memory back that no sample or weight needs at the moment."""
@@ -345,6 +321,10 @@ class Replica:
             return await asyncio.to_thread(path.read_bytes)
         finally:
             path.unlink(missing_ok=True)
+
+    async def _handle_weights(self, method: str, *arguments: object) -> Any:
+        with self.progress.loading():
+            return await call_worker(self.engine, method, *arguments)
 
     async def _drained(self) -> None:
         async with self._idle:

@@ -63,7 +63,7 @@ def _add_rollout(app: FastAPI, replica: Replica) -> None:
             "state": replica.policy.state,
             "run": replica.owner.run,
             "is_taken": replica.owner.is_taken(_run(request)),
-            "engine_silent_s": replica.engine_silent_s(),
+            "engine_silent_s": replica.progress.silent_s(),
             "in_flight": replica.load.num_calls,
             "outstanding": replica.load.num_samples,
             # A trainer that computes otherwise would see a parity gap without a cause.

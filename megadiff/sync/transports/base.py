@@ -20,10 +20,15 @@ class SyncError(RuntimeError):
     """Weights did not arrive as they were sent; names the replica, and tensors where known."""
 
 
+class NotReceivedError(SyncError):
+    """A replica waited for a bucket that never came; another one may be to blame."""
+
+
 class PushTarget(Protocol):
     """A replica as the sync sees it. Each call waits for the replica's answer.
 
     manifest: as JSON. digests: of what the workers should answer to the commit.
+    lose(): the run goes on without it, where it has taken a push before.
     """
 
     name: str
@@ -41,6 +46,8 @@ class PushTarget(Protocol):
     def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None: ...
 
     def weights_commit(self, version: int, digests: Sequence[str]) -> list[dict[str, Any]]: ...
+
+    def lose(self, reason: str) -> None: ...
 
 
 class Transport(ABC):

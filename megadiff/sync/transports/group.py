@@ -2,8 +2,12 @@
 
 Between GPUs a bucket is one broadcast by NCCL, on CPU a message by gloo to each worker. The group
 stands beside the default group, and is kept from push to push. Transfers run while the HTTP
-requests of their bucket are open: a replica that refuses or dies answers there, so that nothing
-waits for it. After any error the next push builds a new group.
+requests of their bucket are open: a replica that refuses or dies answers there. After any error the
+next push builds a new group.
+
+Where one replica fails, a broadcast fails for all. So all requests are waited for then, and each
+ends: a healthy replica says after the group's timeout that nothing came, and one that is stopped is
+lost by its heartbeat. Only who failed in another way is to blame, else all who got nothing.
 
 The network must be private. torch's store knows neither a password nor TLS, and NCCL encrypts
 nothing: a key of ours in the store would be read by whoever can read the weights. Behind TLS there
@@ -28,7 +32,13 @@ from torch import Tensor
 
 from megadiff.process.network import address_family
 from megadiff.sync.bucket import Bucket, bucket_manifest, flat_bytes, write_flat
-from megadiff.sync.transports.base import PushTarget, SyncError, Transport, first_done
+from megadiff.sync.transports.base import (
+    NotReceivedError,
+    PushTarget,
+    SyncError,
+    Transport,
+    first_done,
+)
 from megadiff.sync.transports.group_join import join, new_group, own_address
 from megadiff.sync.transports.transfers import (
     TIMEOUT_S,
@@ -41,7 +51,7 @@ from megadiff.tensors.manifest import Manifest
 from megadiff.types import LoraSpec
 
 logger = logging.getLogger(__name__)
-BLAME_S = 5.0  # after a broadcast broke: for the request that says why
+NOT_WHOLE = "did not come whole from the trainer"  # of a bucket, in a member's error
 
 
 class GroupTransport(Transport):
@@ -162,28 +172,39 @@ class GroupTransport(Transport):
         return self._flat[:num_bytes]
 
     def _raise_first(self, requests: Sequence[Future[None]], others: Sequence[Future[Any]]) -> None:
-        """Raise the first failure of those that are done; a replica's own words come first.
+        """Raise the failure that is to blame, once every request has ended; none where all is well.
 
         requests: of the targets in order. others: of the group, or of its ranks in order.
         """
-        broken = [future for future in others if future.done() and future.exception()]
-        if broken:
-            # The request that says why may answer a little later.
-            wait(requests, timeout=BLAME_S, return_when="FIRST_EXCEPTION")
+        futures = [*requests, *others]
+        if not any(future.done() and future.exception() for future in futures):
+            return
+        first = [future for future in requests if future.done()]
+        self._given_up.set()  # those that joined fail now
+        wait(requests)
 
-        for future in requests:
-            if future.done():
-                future.result()
+        failures = [error for future in (*first, *requests) if (error := future.exception())]
+        for error in failures:
+            if not isinstance(error, NotReceivedError):
+                raise error
+        if failures:
+            self._lose_deprived(requests)
+            raise failures[0]
 
-        if broken:
-            error = broken[0].exception()
-            raise SyncError(
-                f"the group of the trainer and {self._suspects(requests, others)} broke; see the "
-                f"replicas' logs: {error}"
-            ) from error
+        broken = next(future.exception() for future in others if future.done())
+        raise SyncError(
+            f"the group of the trainer and {self._suspects(others)} broke; see the replicas' logs: "
+            f"{broken}"
+        ) from broken
 
-    def _suspects(self, requests: Sequence[Future[None]], others: Sequence[Future[Any]]) -> str:
-        """Name the targets whose own transfers broke, else those that have not answered."""
+    def _lose_deprived(self, requests: Sequence[Future[None]]) -> None:
+        """Give up the targets that got nothing, as no other has failed."""
+        for target, future in zip(self.targets, requests, strict=True):
+            if error := future.exception():
+                target.lose(str(error))
+
+    def _suspects(self, others: Sequence[Future[Any]]) -> str:
+        """Name the targets whose own transfers broke, else all."""
         names: list[str] = []
         if len(others) == len(self._names):
             names = [
@@ -191,9 +212,6 @@ class GroupTransport(Transport):
                 for name, future in zip(self._names, others, strict=True)
                 if future.done() and future.exception()
             ]
-        if not names:
-            pairs = zip(self.targets, requests, strict=True)
-            names = [target.name for target, future in pairs if not future.done()]
         return ", ".join(dict.fromkeys(names or self._names))
 
 
@@ -265,9 +283,7 @@ class Member:
         error = transfer.exception()
         if error:
             self._drop(transfer)
-            raise RuntimeError(
-                f"a bucket of {len(flat)} bytes did not come whole from the trainer: {error}"
-            )
+            raise RuntimeError(f"a bucket of {len(flat)} bytes {NOT_WHOLE}: {error}")
 
         return flat
 

@@ -2,6 +2,7 @@
 that nobody asked for.
 """
 
+import asyncio
 import socket
 import time
 from collections.abc import Callable
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
-from megadiff.rollout.limits import Limits
+from megadiff.rollout.limits import NOT_RECEIVED, Limits
 from megadiff.rollout.server import replica as replica_module
 from megadiff.sync.bucket import CHUNK_BYTES, bucket_manifest, encode_bucket
 from megadiff.sync.transports import shared_memory
+from megadiff.sync.transports.group import NOT_WHOLE
 from megadiff.sync.transports.receive import Receiver
 from tests.unit.rollout.served import serving
 
@@ -69,6 +71,36 @@ def test_a_bucket_arrives_as_it_was_sent_and_no_other(served, memory):
     assert held.keys() == dict(BUCKET).keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in BUCKET)
     assert not list(memory.iterdir())
+
+
+def test_a_bucket_that_never_came_has_a_status_of_its_own(served, monkeypatch):
+    """In a broadcast it may be another replica's fault."""
+    client, _ = served
+    client.weights_begin(1, bucket_manifest([*BUCKET, *LONG]))
+
+    async def call(engine, method, *arguments):
+        raise RuntimeError(f"worker call {method} failed: a bucket of 8 bytes {NOT_WHOLE}: late")
+
+    monkeypatch.setattr(replica_module, "call_worker", call)
+    with pytest.raises(ReplicaError, match="did not come whole from the trainer: late") as error:
+        client.weights_bucket(encode_bucket(BUCKET))
+    assert error.value.status == NOT_RECEIVED
+
+
+def test_a_worker_that_hangs_in_a_push_makes_no_progress(served, monkeypatch):
+    client, _ = served
+    client.weights_begin(1, bucket_manifest([*BUCKET, *LONG]))
+    silent_s: list[float] = []
+
+    async def call(engine, method, *arguments):
+        await asyncio.sleep(0.3)
+        health = await asyncio.to_thread(client.health)  # as the heartbeat asks meanwhile
+        silent_s.append(health["engine_silent_s"])
+
+    monkeypatch.setattr(replica_module, "call_worker", call)
+    client.weights_bucket(encode_bucket(BUCKET))
+    assert 0.3 <= silent_s[0] < 60
+    assert client.health()["engine_silent_s"] == 0
 
 
 def _send_half(client: ReplicaClient, body: bytes) -> None:

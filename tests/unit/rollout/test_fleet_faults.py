@@ -15,6 +15,8 @@ from megadiff.rollout.client.fleet import CallFailed, Fleet
 from megadiff.rollout.client.processes import ReplicaDied
 from megadiff.rollout.client.pulse import Pulse
 from megadiff.rollout.client.report import HUNG, Loss
+from megadiff.rollout.limits import NOT_RECEIVED
+from megadiff.sync.transports.base import NotReceivedError
 from megadiff.types import RolloutRequest
 from tests.unit.rollout.test_fleet import make_request
 
@@ -222,6 +224,22 @@ def test_one_that_fails_in_a_push_is_lost_where_it_has_taken_one_before(has_serv
         with pytest.raises(ReplicaError, match="a answered 409"):  # a mistake of the trainer's
             target.weights_bucket({})
         assert fleet.lost == {}
+
+
+def test_one_that_got_no_bucket_is_lost_when_the_transport_says_so() -> None:
+    replica = FakeReplica("a")
+    replica.weights_bucket = lambda bucket: fail(NOT_RECEIVED, "nothing came")(replica, [])
+    replica.weights_commit = lambda version, digests: [{"digest": "d"}]
+    with fleet_of(replica, heartbeat_s=5.0) as fleet:
+        (target,) = fleet.weight_targets()
+        target.lose("nothing came")
+        assert fleet.lost == {}  # it has never taken a push
+        target.weights_commit(1, ["d"])
+        with pytest.raises(NotReceivedError, match="a answered 424: nothing came"):
+            target.weights_bucket({})
+        assert fleet.lost == {}
+        target.lose("nothing came")
+        assert fleet.lost["http://a"].reason == "nothing came"
 
 
 def test_a_long_update_is_no_silence_of_the_replicas() -> None:

@@ -1,0 +1,67 @@
+"""Tell for how long a replica's engine has made no progress that it should have made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megadiff.models.pipeline_stop import ALIVE_NAME
+
+
+class EngineProgress:
+    """Note what the engine is asked for, and whether it gets on. Used from one thread.
+
+    alive: the file that a worker touches after each forward pass.
+    """
+
+    def __init__(self, private_folder: Path) -> None:
+        self.alive = private_folder / ALIVE_NAME
+        self._drawing: dict[object, tuple[Hashable, float]] = {}  # calls: shape, when they began
+        self._shape_s: dict[Hashable, float] = {}  # seconds of the fastest answered call
+        self._loading: dict[object, float] = {}  # calls with weights: when they began
+
+    @contextmanager
+    def drawing(self, shape: Hashable) -> Iterator[None]:
+        """Note a call for samples. Calls of one shape take the same time."""
+        call = object()
+        began_s = time.time()
+        self._drawing[call] = (shape, began_s)
+
+        try:
+            yield
+            seconds = time.time() - began_s
+            self._shape_s[shape] = min(seconds, self._shape_s.get(shape, seconds))
+        finally:
+            del self._drawing[call]
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Note a call that handles weights, which waits for no other replica."""
+        call = object()
+        self._loading[call] = time.time()
+        try:
+            yield
+        finally:
+            del self._loading[call]
+
+    def silent_s(self) -> float:
+        """Return the seconds of silence, 0 where there is nothing to do.
+
+        Passes tell of progress, so a whole call's seconds are its own, for texts and pixels.
+        Nothing counts while a call has a shape that no call before it had: that may compile. Of a
+        call with weights nothing tells but its end.
+        """
+        loading_s = [time.time() - began_s for began_s in self._loading.values()]
+        return max(0.0, self._drawing_silent_s(), *loading_s)
+
+    def _drawing_silent_s(self) -> float:
+        shapes = {shape for shape, _ in self._drawing.values()}
+        if not shapes or not shapes <= self._shape_s.keys():
+            return 0.0
+        call_s = max(self._shape_s[shape] for shape in shapes)
+        since_s = min(began_s for _, began_s in self._drawing.values())
+        with suppress(OSError):  # not there before the first pass
+            since_s = max(since_s, self.alive.stat().st_mtime)
+        return time.time() - since_s - call_s
