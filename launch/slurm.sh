@@ -87,7 +87,12 @@ num_trainers=$((num_nodes - rollout_nodes))
 ((num_trainers > 0)) ||
   die "ROLLOUT_NODES=$rollout_nodes of the job's $num_nodes nodes are to sample, none is left to" \
     "train; use sbatch --nodes=$((rollout_nodes + 1)) or more"
-gpus=${SLURM_GPUS_ON_NODE:-${GPUS:-0}}
+gpus=${SLURM_GPUS_ON_NODE:-${GPUS:-}}
+if [[ ! $gpus && ! $dry_run ]]; then
+  # Slurm names no number where the job asked for none, and leaves it all GPUs of its nodes.
+  gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') || true
+fi
+gpus=${gpus:-0}
 ranks=${RANKS:-$((gpus > 0 ? gpus : 1))}
 world_size=$((num_trainers * ranks))
 separate=()

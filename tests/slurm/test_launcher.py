@@ -15,8 +15,13 @@ TWO = ("--nodes=2",)
 
 
 def test_a_separate_run_has_addresses_a_token_and_a_log_of_each_node(submit_stub):
+    """And a rank on each GPU of the node, though the job has asked for none."""
+    nvidia_smi = submit_stub.repository / ".venv/bin/nvidia-smi"
+    nvidia_smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\necho 'GPU 1: NVIDIA H200'\n")
+    nvidia_smi.chmod(0o755)
     run = submit_stub("separate", sbatch=("--nodes=3",), ROLLOUT_NODES="1", REPLICAS="2")
     run.ends("COMPLETED", s=40)
+    nvidia_smi.unlink()
     logs = {path.name: path.read_text() for path in run.folder.glob("logs/latest/*.log")}
     first, second, replicas = (
         logs[name] for name in sorted(logs, key=lambda name: name.split("-")[1])
@@ -25,6 +30,7 @@ def test_a_separate_run_has_addresses_a_token_and_a_log_of_each_node(submit_stub
     for text in (first, second):
         assert "GLOO_SOCKET_IFNAME=eth0" in text
         assert "--nnodes 2" in text and "--rdzv-endpoint 10.213.7.1:" in text
+        assert "--nproc-per-node 2 " in text
     assert "is_host=1" in first and "--local-addr 10.213.7.1 " in first
     assert "is_host=0" in second and "--local-addr 10.213.7.2 " in second
     attempt = f"{run.job.number}.0"
