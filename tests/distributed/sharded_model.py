@@ -26,8 +26,10 @@ from megadiff.tensors.source_folder import SourceFolder
 from megadiff.types import Sampling
 from tests.distributed.ranks import run_ranks
 
+# Of float32 those of CPUs differ: an Intel Xeon stays below 2e-6 and 5e-6, an AMD EPYC reaches
+# 2.2e-6 and 6.1e-6 in one bias. A reduction that is left out is found all the same.
 TOLERANCES = {
-    torch.float32: (2e-6, 5e-6),
+    torch.float32: (4e-6, 1e-5),
     torch.float64: (1e-12, 1e-12),
 }  # of outputs, and of gradients
 # They are relative to a tensor's largest element; of gradients, to at least this share of the
