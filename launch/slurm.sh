@@ -90,7 +90,10 @@ num_trainers=$((num_nodes - rollout_nodes))
 gpus=${SLURM_GPUS_ON_NODE:-${GPUS:-}}
 if [[ ! $gpus && ! $dry_run ]]; then
   # Slurm names no number where the job asked for none, and leaves it all GPUs of its nodes.
-  gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') || true
+  ask=(timeout 60 nvidia-smi --query-gpu=index "--format=csv,noheader")
+  listed=${CUDA_VISIBLE_DEVICES-$("${ask[@]}" 2>/dev/null | paste -sd, || true)}
+  IFS=, read -ra listed <<<"${listed/NoDevFiles/}"
+  gpus=${#listed[@]}
 fi
 gpus=${gpus:-0}
 ranks=${RANKS:-$((gpus > 0 ? gpus : 1))}

@@ -51,6 +51,7 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
             rank=mesh.rank - users.source,
             device=mesh.device,
             folder=weights_folder(config, mesh, run_folder(config)),
+            heartbeat_s=config.rollout.heartbeat_s,
         ),
         mesh.cpu_group,
     )

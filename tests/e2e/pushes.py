@@ -22,7 +22,6 @@ from megadiff.rollout.client.fleet import HEARTBEAT_S, Fleet
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports import shared_memory
 from megadiff.sync.transports.choose import build_transport
-from megadiff.sync.transports.group import GroupTransport
 from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.tensors.model_files import weight_files
@@ -107,10 +106,15 @@ def sync_between(
         workers = {target.name: target.weights_places() for target in targets}
         here = {"host": host_name(), "device": device_name(CPU)}
         built = build_transport(
-            transport, targets, workers, ranks=[here], rank=0, device=CPU, folder=folder
+            transport,
+            targets,
+            workers,
+            ranks=[here],
+            rank=0,
+            device=CPU,
+            folder=folder,
+            heartbeat_s=heartbeat_s,
         )
-        if isinstance(built, GroupTransport):
-            built.timeout_s = min(built.timeout_s, heartbeat_s)
         sync = WeightSync(
             source,
             built,

@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeVar
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
 from megadiff.rollout.client.processes import ReplicaDied
 from megadiff.rollout.client.report import HUNG, Loss
-from megadiff.rollout.limits import LOCKED, NOT_RECEIVED, OWNER_SILENT_S
+from megadiff.rollout.limits import GROUP_BROKE, LOCKED, OWNER_SILENT_S
 from megadiff.sync.bucket import BucketBody
-from megadiff.sync.transports.base import NotReceivedError
+from megadiff.sync.transports.base import GroupBrokeError
 from megadiff.types import LoraSpec
 
 logger = logging.getLogger(__name__)
@@ -62,13 +62,12 @@ class WeightTarget:
         deadline = time.monotonic() + OWNER_SILENT_S + GIVE_UP_S
         said = False
 
+        def begin(client: ReplicaClient) -> None:
+            client.weights_begin(version, manifest, lora=lora, transport=transport)
+
         while True:
             try:
-                return self._call(
-                    lambda client: client.weights_begin(
-                        version, manifest, lora=lora, transport=transport
-                    )
-                )
+                return self._call_in_group(begin)
             except ReplicaError as error:
                 # only an owner that is gone is worth waiting for: other refusals would come again
                 if error.status != LOCKED or time.monotonic() > deadline:
@@ -79,23 +78,29 @@ class WeightTarget:
             time.sleep(1.0)
 
     def weights_bucket(self, bucket: BucketBody | Mapping[str, Any]) -> None:
-        """Bring a bucket. Raises NotReceivedError where the group of transport nccl broke."""
-        try:
-            self._call(lambda client: client.weights_bucket(bucket))
-        except ReplicaError as error:
-            if error.status != NOT_RECEIVED:
-                raise
-            raise NotReceivedError(f"{self.name}: {error}") from error
+        self._call_in_group(lambda client: client.weights_bucket(bucket))
 
     def weights_commit(self, version: int, digests: Sequence[str]) -> list[dict[str, Any]]:
         workers = self._call(lambda client: client.weights_commit(version, digests))
         self._fleet.holders.add(self._client)
         return workers
 
+    @property
+    def has_served(self) -> bool:
+        """Whether it has taken a whole push: what fits it once fits again."""
+        return self._client in self._fleet.holders
+
     def lose(self, reason: str) -> None:
-        """Let the fleet work without it, where it has taken a push before."""
-        if self._client in self._fleet.holders:
-            self._fleet.lose(self._client, Loss(reason, HUNG))
+        self._fleet.lose(self._client, Loss(reason, HUNG))
+
+    def _call_in_group(self, call: Callable[[ReplicaClient], T]) -> T:
+        """Return call(client) as _call() does; GroupBrokeError where others of a group failed."""
+        try:
+            return self._call(call)
+        except ReplicaError as error:
+            if error.status != GROUP_BROKE:
+                raise
+            raise GroupBrokeError(f"{self.name}: {error}") from error
 
     def _call(self, call: Callable[[ReplicaClient], T]) -> T:
         """Return call(client) as the fleet's call() does; a replica that fails is lost as well.
@@ -107,7 +112,7 @@ class WeightTarget:
             return self._fleet.call(self._client, call)
         except ReplicaError as error:
             assert error.status is not None
-            if self._client not in self._fleet.holders:
+            if not self.has_served:
                 raise
             if error.status < SERVER_ERRORS and self._fleet.is_alive(self._client, error):
                 raise

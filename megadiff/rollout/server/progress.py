@@ -38,9 +38,9 @@ class EngineProgress:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Note a call that handles weights, which waits for no other replica."""
+        """Note a call with weights that waits for no slow disk, and for no replica for long."""
         call = object()
-        self._loading[call] = time.time()
+        self._loading[call] = time.monotonic()
         try:
             yield
         finally:
@@ -53,7 +53,7 @@ class EngineProgress:
         Nothing counts while a call has a shape that no call before it had: that may compile. Of a
         call with weights nothing tells but its end.
         """
-        loading_s = [time.time() - began_s for began_s in self._loading.values()]
+        loading_s = [time.monotonic() - began_s for began_s in self._loading.values()]
         return max(0.0, self._drawing_silent_s(), *loading_s)
 
     def _drawing_silent_s(self) -> float:

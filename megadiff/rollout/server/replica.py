@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from megadiff.models.batch_sampler import split_groups
 from megadiff.models.pipeline_base import GPU_BYTES, REQUESTS_KEY, RESULT_KEY
 from megadiff.models.pipeline_stop import STOP_KEY
 from megadiff.models.registry import family_of
-from megadiff.rollout.limits import NOT_RECEIVED, Limits
+from megadiff.rollout.limits import GROUP_BROKE, Limits
 from megadiff.rollout.server.body import chunks
 from megadiff.rollout.server.load import Load
 from megadiff.rollout.server.omni_app import call_worker
@@ -31,7 +32,7 @@ from megadiff.rollout.server.requests import ModelRule, check_requests
 from megadiff.rollout.spec import ReplicaSpec
 from megadiff.rollout.wire import encode_groups
 from megadiff.sync.bucket import file_manifest
-from megadiff.sync.transports.group import NOT_WHOLE
+from megadiff.sync.transports.group import BROKE
 from megadiff.sync.transports.receive import resolve
 from megadiff.sync.transports.shared_memory import bucket_file
 from megadiff.sync.transports.table import TRANSPORTS
@@ -182,7 +183,8 @@ class Replica:
 
             with self.owner.calling(run):
                 await self._drained()
-                await call_worker(self.engine, "begin_push", dict(transport))
+                with _blames_the_group():
+                    await call_worker(self.engine, "begin_push", dict(transport))
 
     async def weights_bucket(self, receive: Any, *, run: str | None = None) -> None:
         """Load the tensors of a safetensors body.
@@ -241,12 +243,10 @@ class Replica:
 
     async def _load(self, bucket: Manifest, source: JsonObject) -> None:
         self.policy.check_bucket(bucket)
-        try:
-            await self._handle_weights("load_bucket", source)
-        except RuntimeError as error:  # a worker's errors are texts
-            if NOT_WHOLE in str(error):
-                raise Refused(NOT_RECEIVED, str(error)) from error
-            raise
+        # a file of a shared folder may take its time
+        watched = nullcontext() if source["transport"] == "file" else self.progress.loading()
+        with watched, _blames_the_group():
+            await call_worker(self.engine, "load_bucket", source)
         self.policy.loaded(bucket)
 
     async def weights_commit(
@@ -297,7 +297,7 @@ class Replica:
             # a base that a trainer holds is not the replica's to free
             self.policy.fall_asleep(keeps_base=self.spec.shared_base)
             await self._drained()
-            await self._handle_weights("free_weights")
+            await call_worker(self.engine, "free_weights")
 
     async def trim(self, *, run: str | None = None) -> None:
         """Give memory back that no sample or weight needs at the moment."""
@@ -358,6 +358,21 @@ class Replica:
 
         last = [output async for output in outputs][-1]
         return last.multimodal_output["metadata"][RESULT_KEY]
+
+
+@contextmanager
+def _blames_the_group() -> Iterator[None]:
+    """Refuse with GROUP_BROKE where all workers that failed have waited in vain for others."""
+    try:
+        yield
+    except RuntimeError as error:
+        # vllm-omni puts the workers' errors into one text: "rank 0: …; rank 1: …", then tracebacks
+        text = str(error).partition(" traceback:\n")[0]
+        _, *of_ranks = re.split(r"\brank \d+: ", text)
+        if not all(BROKE in each for each in of_ranks or [text]):
+            raise
+        logger.warning("%s", text)
+        raise Refused(GROUP_BROKE, text) from error
 
 
 def _plain_prompt(request: RolloutRequest, spec: ReplicaSpec) -> dict[str, object]:

@@ -20,19 +20,22 @@ class SyncError(RuntimeError):
     """Weights did not arrive as they were sent; names the replica, and tensors where known."""
 
 
-class NotReceivedError(SyncError):
-    """A replica waited for a bucket that never came; another one may be to blame."""
+class GroupBrokeError(SyncError):
+    """A replica has waited in vain for the others of a process group; who is to blame is open."""
 
 
 class PushTarget(Protocol):
     """A replica as the sync sees it. Each call waits for the replica's answer.
 
-    manifest: as JSON. digests: of what the workers should answer to the commit.
-    lose(): the run goes on without it, where it has taken a push before.
+    manifest: as JSON. digests: of what the workers should answer to the commit. has_served: it has
+    taken a push before. lose(): the run goes on without it.
     """
 
     name: str
     url: str
+
+    @property
+    def has_served(self) -> bool: ...
 
     def weights_begin(
         self,

@@ -15,6 +15,7 @@ from megadiff.sync.transports.disk import DiskTransport
 from megadiff.sync.transports.group import GroupTransport
 from megadiff.sync.transports.shared_memory import SharedMemoryTransport
 from megadiff.sync.transports.table import OPTIONS
+from megadiff.sync.transports.transfers import TIMEOUT_S
 
 Workers = Mapping[str, Sequence[Mapping[str, Any]]]  # replica → of each worker: host, device, boxes
 
@@ -28,11 +29,13 @@ def build_transport(
     rank: int,
     device: torch.device,
     folder: Path,
+    heartbeat_s: float = 60.0,
 ) -> Transport:
     """Return sync.transport's end on this trainer rank, with the replicas that it sends to.
 
     targets: the replicas that this rank shares. ranks: host and device of each trainer rank that
     shares them; rank: this one's number among those; device: its own. folder: of transport disk.
+    heartbeat_s: after which the run loses a replica that hangs.
     Raises ValueError for devices that the transport cannot serve, the same on every rank.
     """
     if name == "auto":
@@ -57,7 +60,15 @@ def build_transport(
 
     if name == "nccl":
         num_workers = [len(workers[target.name]) for target in targets]
-        return GroupTransport(targets, device=device, num_workers=num_workers)
+        return GroupTransport(
+            targets,
+            device=device,
+            num_workers=num_workers,
+            # a replica that waits for another one must not be taken for one that hangs
+            timeout_s=min(TIMEOUT_S, heartbeat_s / 2),
+            # a heartbeat notices a silence up to a quarter late, and asks again before it says so
+            patience_s=1.25 * heartbeat_s + 15,
+        )
     return DiskTransport(targets, folder=folder)
 
 

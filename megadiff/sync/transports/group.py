@@ -5,9 +5,10 @@ stands beside the default group, and is kept from push to push. Transfers run wh
 requests of their bucket are open: a replica that refuses or dies answers there. After any error the
 next push builds a new group.
 
-Where one replica fails, a broadcast fails for all. So all requests are waited for then, and each
-ends: a healthy replica says after the group's timeout that nothing came, and one that is stopped is
-lost by its heartbeat. Only who failed in another way is to blame, else all who got nothing.
+Where one replica fails, a broadcast fails for all, and so does joining. A healthy one says after
+the group's timeout that it waited in vain, and one that is stopped is lost by its heartbeat. So
+answers are waited for until one tells of a fault of its own. Where none does, to blame is who has
+not answered, or else all who waited in vain.
 
 The network must be private. torch's store knows neither a password nor TLS, and NCCL encrypts
 nothing: a key of ours in the store would be read by whoever can read the weights. Behind TLS there
@@ -21,8 +22,8 @@ import socket
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import nullcontext
+from concurrent.futures import Future, as_completed
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch import Tensor
 from megadiff.process.network import address_family
 from megadiff.sync.bucket import Bucket, bucket_manifest, flat_bytes, write_flat
 from megadiff.sync.transports.base import (
-    NotReceivedError,
+    GroupBrokeError,
     PushTarget,
     SyncError,
     Transport,
@@ -51,14 +52,16 @@ from megadiff.tensors.manifest import Manifest
 from megadiff.types import LoraSpec
 
 logger = logging.getLogger(__name__)
-NOT_WHOLE = "did not come whole from the trainer"  # of a bucket, in a member's error
+# In the error of a worker that waited in vain: such errors reach the server as texts.
+BROKE = "the trainer's group broke"
+PATIENCE_S = 90.0  # until the heartbeat has found a replica that hangs
 
 
 class GroupTransport(Transport):
     """Send from rank 0 to the workers of all targets, in one group.
 
     device: where buckets are gathered. num_workers: of each target. timeout_s: of one bucket, for
-    the workers as well.
+    the workers as well. patience_s: of the wait for a failure's cause.
     """
 
     name = "nccl"
@@ -70,10 +73,12 @@ class GroupTransport(Transport):
         device: torch.device,
         num_workers: Sequence[int],
         timeout_s: float = TIMEOUT_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         super().__init__(targets)
         self.device = device
         self.timeout_s = timeout_s
+        self.patience_s = patience_s
 
         self.first_ranks: dict[str, int] = {}
         self.world_size = 1  # rank 0 is the trainer
@@ -172,39 +177,50 @@ class GroupTransport(Transport):
         return self._flat[:num_bytes]
 
     def _raise_first(self, requests: Sequence[Future[None]], others: Sequence[Future[Any]]) -> None:
-        """Raise the failure that is to blame, once every request has ended; none where all is well.
+        """Raise the failure that is to blame; none where all is well.
 
         requests: of the targets in order. others: of the group, or of its ranks in order.
         """
-        futures = [*requests, *others]
-        if not any(future.done() and future.exception() for future in futures):
+        broken = [future for future in others if future.done() and future.exception()]
+        if not broken and not any(future.done() and future.exception() for future in requests):
             return
-        first = [future for future in requests if future.done()]
         self._given_up.set()  # those that joined fail now
-        wait(requests)
+        if error := self._own_failure(requests):
+            raise error
 
-        failures = [error for future in (*first, *requests) if (error := future.exception())]
-        for error in failures:
-            if not isinstance(error, NotReceivedError):
-                raise error
-        if failures:
-            self._lose_deprived(requests)
-            raise failures[0]
-
-        broken = next(future.exception() for future in others if future.done())
+        silent = [future for future in requests if not future.done()]
+        deprived = [future for future in requests if future.done() and future.exception()]
+        causes = [future.exception() for future in (*broken, *deprived)]
+        self._lose(requests, silent or deprived, reason=str(causes[0]))
         raise SyncError(
-            f"the group of the trainer and {self._suspects(others)} broke; see the replicas' logs: "
-            f"{broken}"
-        ) from broken
+            f"the group of the trainer and {self._suspects(requests, others)} broke; see the "
+            f"replicas' logs: {causes[0]}"
+        ) from causes[0]
 
-    def _lose_deprived(self, requests: Sequence[Future[None]]) -> None:
-        """Give up the targets that got nothing, as no other has failed."""
-        for target, future in zip(self.targets, requests, strict=True):
-            if error := future.exception():
-                target.lose(str(error))
+    def _own_failure(self, requests: Sequence[Future[None]]) -> BaseException | None:
+        """Wait for the request that fails by its replica's own fault; None where none does."""
+        with suppress(TimeoutError):
+            for future in as_completed(requests, timeout=self.patience_s):
+                error = future.exception()
+                if error and not isinstance(error, GroupBrokeError):
+                    return error
+        return None
 
-    def _suspects(self, others: Sequence[Future[Any]]) -> str:
-        """Name the targets whose own transfers broke, else all."""
+    def _lose(
+        self, requests: Sequence[Future[None]], failed: Sequence[Future[None]], *, reason: str
+    ) -> None:
+        """Let the run go on without the targets of these requests, where all of them have served.
+
+        A newcomer among them may be what the others cannot live with: that is for the run to find.
+        """
+        pairs = zip(self.targets, requests, strict=True)
+        lost = [target for target, future in pairs if future in failed]
+        if all(target.has_served for target in lost):
+            for target in lost:
+                target.lose(reason)
+
+    def _suspects(self, requests: Sequence[Future[None]], others: Sequence[Future[Any]]) -> str:
+        """Name the targets whose own transfers broke, else those without an answer, else all."""
         names: list[str] = []
         if len(others) == len(self._names):
             names = [
@@ -212,6 +228,9 @@ class GroupTransport(Transport):
                 for name, future in zip(self._names, others, strict=True)
                 if future.done() and future.exception()
             ]
+        if not names:
+            pairs = zip(self.targets, requests, strict=True)
+            names = [target.name for target, future in pairs if not future.done()]
         return ", ".join(dict.fromkeys(names or self._names))
 
 
@@ -261,7 +280,10 @@ class Member:
             return
 
         self._drop()
-        self._group = join(transport, transport["rank"] + self.worker, self.device)
+        try:
+            self._group = join(transport, transport["rank"] + self.worker, self.device)
+        except (RuntimeError, TimeoutError) as error:
+            raise RuntimeError(f"{BROKE} before all had joined: {error}") from error
         self._id = transport["group"]
         self._timeout_s = transport["timeout_s"]
         self._num_received = 0
@@ -283,7 +305,10 @@ class Member:
         error = transfer.exception()
         if error:
             self._drop(transfer)
-            raise RuntimeError(f"a bucket of {len(flat)} bytes {NOT_WHOLE}: {error}")
+            raise RuntimeError(
+                f"a bucket of {len(flat)} bytes did not come whole from the trainer, {BROKE}: "
+                f"{error}"
+            )
 
         return flat
 

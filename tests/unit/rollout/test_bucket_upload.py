@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
-from megadiff.rollout.limits import NOT_RECEIVED, Limits
+from megadiff.rollout.limits import GROUP_BROKE, Limits
 from megadiff.rollout.server import replica as replica_module
 from megadiff.sync.bucket import CHUNK_BYTES, bucket_manifest, encode_bucket
 from megadiff.sync.transports import shared_memory
-from megadiff.sync.transports.group import NOT_WHOLE
+from megadiff.sync.transports.group import BROKE
 from megadiff.sync.transports.receive import Receiver
 from tests.unit.rollout.served import serving
 
@@ -73,23 +73,43 @@ def test_a_bucket_arrives_as_it_was_sent_and_no_other(served, memory):
     assert not list(memory.iterdir())
 
 
-def test_a_bucket_that_never_came_has_a_status_of_its_own(served, monkeypatch):
-    """In a broadcast it may be another replica's fault."""
+OF_TWO = "rank 0: RuntimeError: {}; rank 1: {}\nrank 0 traceback:\n… {}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (f"{BROKE}: late", GROUP_BROKE),
+        (OF_TWO.format(BROKE, f"RuntimeError: {BROKE}", BROKE), GROUP_BROKE),
+        (OF_TWO.format(BROKE, "OutOfMemoryError: 3 GiB", BROKE), 500),
+        ("out of memory", 500),
+    ],
+)
+def test_who_waited_in_vain_for_others_says_so(served, monkeypatch, text, status):
+    """All workers that failed, or it is the replica's own fault."""
     client, _ = served
-    client.weights_begin(1, bucket_manifest([*BUCKET, *LONG]))
 
     async def call(engine, method, *arguments):
-        raise RuntimeError(f"worker call {method} failed: a bucket of 8 bytes {NOT_WHOLE}: late")
+        raise RuntimeError(f"worker call {method} failed: {text}")
 
+    manifest = bucket_manifest([*BUCKET, *LONG])
+    with monkeypatch.context() as context:
+        context.setattr(replica_module, "call_worker", call)
+        with pytest.raises(ReplicaError) as error:
+            client.weights_begin(1, manifest)
+        assert error.value.status == status
+    client.weights_begin(2, manifest)
     monkeypatch.setattr(replica_module, "call_worker", call)
-    with pytest.raises(ReplicaError, match="did not come whole from the trainer: late") as error:
+    with pytest.raises(ReplicaError) as error:
         client.weights_bucket(encode_bucket(BUCKET))
-    assert error.value.status == NOT_RECEIVED
+    assert error.value.status == status
 
 
 def test_a_worker_that_hangs_in_a_push_makes_no_progress(served, monkeypatch):
     client, _ = served
     client.weights_begin(1, bucket_manifest([*BUCKET, *LONG]))
+    source = {"transport": "shm", "path": "x", "tensors": {}}
+    monkeypatch.setattr(replica_module, "resolve", lambda *_, **__: ({}, source))
     silent_s: list[float] = []
 
     async def call(engine, method, *arguments):
@@ -98,7 +118,7 @@ def test_a_worker_that_hangs_in_a_push_makes_no_progress(served, monkeypatch):
         silent_s.append(health["engine_silent_s"])
 
     monkeypatch.setattr(replica_module, "call_worker", call)
-    client.weights_bucket(encode_bucket(BUCKET))
+    client.weights_bucket(source)
     assert 0.3 <= silent_s[0] < 60
     assert client.health()["engine_silent_s"] == 0
 

@@ -15,8 +15,8 @@ from megadiff.rollout.client.fleet import CallFailed, Fleet
 from megadiff.rollout.client.processes import ReplicaDied
 from megadiff.rollout.client.pulse import Pulse
 from megadiff.rollout.client.report import HUNG, Loss
-from megadiff.rollout.limits import NOT_RECEIVED
-from megadiff.sync.transports.base import NotReceivedError
+from megadiff.rollout.limits import GROUP_BROKE
+from megadiff.sync.transports.base import GroupBrokeError
 from megadiff.types import RolloutRequest
 from tests.unit.rollout.test_fleet import make_request
 
@@ -226,17 +226,23 @@ def test_one_that_fails_in_a_push_is_lost_where_it_has_taken_one_before(has_serv
         assert fleet.lost == {}
 
 
-def test_one_that_got_no_bucket_is_lost_when_the_transport_says_so() -> None:
+def test_one_that_waited_in_vain_is_lost_when_the_transport_says_so() -> None:
     replica = FakeReplica("a")
-    replica.weights_bucket = lambda bucket: fail(NOT_RECEIVED, "nothing came")(replica, [])
+    fails = fail(GROUP_BROKE, "nothing came")
+    replica.weights_begin = lambda *_, **__: fails(replica, [])
+    replica.weights_bucket = lambda bucket: fails(replica, [])
     replica.weights_commit = lambda version, digests: [{"digest": "d"}]
     with fleet_of(replica, heartbeat_s=5.0) as fleet:
         (target,) = fleet.weight_targets()
-        target.lose("nothing came")
-        assert fleet.lost == {}  # it has never taken a push
+        assert not target.has_served
         target.weights_commit(1, ["d"])
-        with pytest.raises(NotReceivedError, match="a answered 424: nothing came"):
-            target.weights_bucket({})
+        assert target.has_served
+        for call in (
+            lambda: target.weights_begin(2, b"", lora=None, transport={}),
+            lambda: target.weights_bucket({}),
+        ):
+            with pytest.raises(GroupBrokeError, match="a answered 424: nothing came"):
+                call()
         assert fleet.lost == {}
         target.lose("nothing came")
         assert fleet.lost["http://a"].reason == "nothing came"

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from megadiff.config.schema import SyncConfig
 from megadiff.sync.bucket import BucketBody, bucket_manifest
-from megadiff.sync.transports import disk, shared_memory, transfers
-from megadiff.sync.transports.base import HttpTransport, NotReceivedError, SyncError, Transport
+from megadiff.sync.transports import disk, group, shared_memory, transfers
+from megadiff.sync.transports.base import GroupBrokeError, HttpTransport, SyncError, Transport
 from megadiff.sync.transports.choose import build_transport
 from megadiff.sync.transports.disk import DiskTransport
 from megadiff.sync.transports.group import GroupTransport, Member
@@ -55,6 +55,7 @@ class Target:
     def __init__(self, *, folder: Path | None = None, fault=lambda number: None) -> None:
         self.name, self.folder, self.fault = "replica_0", folder, fault
         self.receiver, self.held, self.number = Receiver(CPU, worker=0), {}, 0
+        self.has_served = True
         self.reasons = []  # for which it was lost
 
     def weights_begin(self, version, manifest, *, lora, transport):
@@ -421,26 +422,65 @@ def test_a_worker_that_closed_its_connection_is_named(answers):
     transport.close()
 
 
-@pytest.mark.parametrize("dies", [True, False])
-def test_who_got_nothing_is_lost_only_where_nobody_else_has_failed(dies):
-    """A broadcast between GPUs fails for all when one replica is gone."""
+def wait_in_vain(number):
+    raise GroupBrokeError("replica: nothing came")
 
-    def nothing_came(number):
-        raise NotReceivedError("replica: nothing came")
 
-    def die(number):
-        time.sleep(0.5)  # later than the others notice
-        raise ConnectionError("reset by peer")
+def die(number):
+    time.sleep(0.5)  # later than the others notice
+    raise ConnectionError("reset by peer")
 
-    well, deprived, other = Target(), Target(fault=nothing_came), Target()
-    other.fault = die if dies else nothing_came
-    transport = in_group(deprived, well, other)
-    with pytest.raises((ConnectionError, NotReceivedError), match="reset" if dies else "nothing"):
+
+def say_nothing(number):
+    time.sleep(3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "has_served", "told", "lost"),
+    [
+        (die, True, "reset by peer", []),
+        (wait_in_vain, True, "replica_2 broke.*nothing came", ["replica_0", "replica_2"]),
+        (wait_in_vain, False, "replica_2 broke.*nothing came", []),
+        (say_nothing, True, "the trainer and replica_2 broke", ["replica_2"]),
+        (say_nothing, False, "the trainer and replica_2 broke", []),
+    ],
+)
+def test_who_waited_in_vain_is_lost_only_where_nobody_else_has_failed(
+    fault, has_served, told, lost
+):
+    """A broadcast between GPUs fails for all when one replica is gone. Of newcomers none is lost
+    here: the run itself finds out which of them it can take.
+    """
+    targets = [Target(fault=wait_in_vain), Target(), Target(fault=fault)]
+    targets[2].has_served = has_served
+    transport = in_group(*targets, timeout_s=20.0)
+    transport.patience_s = 1.0
+    with pytest.raises((ConnectionError, SyncError), match=told):
         push(transport)
-    assert [target.reasons for target in (well, deprived, other)] == (
-        [[], [], []] if dies else [[], ["replica: nothing came"], ["replica: nothing came"]]
-    )
+    assert [target.name for target in targets if target.reasons] == lost
     transport.close()
+
+
+def test_a_replica_that_does_not_join_takes_nobody_along():
+    """Those that joined say that they have waited in vain."""
+
+    class Refusing(Target):
+        def weights_begin(self, version, manifest, *, lora, transport):
+            time.sleep(0.5)  # the other has joined
+            raise ValueError("no memory for the weights")
+
+    class Joining(Target):
+        def weights_begin(self, version, manifest, *, lora, transport):
+            try:
+                super().weights_begin(version, manifest, lora=lora, transport=transport)
+            except RuntimeError as error:
+                assert group.BROKE in str(error)
+                raise GroupBrokeError(str(error)) from error
+
+    targets = [Joining(), Refusing()]
+    with pytest.raises(ValueError, match="no memory for the weights"):
+        push(in_group(*targets))
+    assert not targets[0].reasons
 
 
 def test_a_trainer_that_goes_leaves_a_worker_waiting_for_no_longer_than_its_limit():
