@@ -21,7 +21,7 @@ CONFIG = """
 run: {device: cpu}
 model: {dtype: float32}
 train: {num_steps: 3, prompts_per_step: 4, updates_per_step: 2, microbatch_size: 4}
-algorithm: {group_size: 4, clip_range: 1e-4}
+algorithm: {group_size: 2, clip_range: 1e-4}
 rollout:
   height: 64
   width: 64

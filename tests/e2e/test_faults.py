@@ -44,7 +44,7 @@ LONG_PROMPT = "a red " + "very " * 399 + "x"  # 2002 characters
         (["parallel.dp_replicate=2"], "parallel.dp=1 is not a multiple of parallel.dp_replicate=2"),
         (
             ["train.updates_per_step=3"],
-            "algorithm.group_size=4 is not a multiple of train.updates_per_step=3",
+            "algorithm.group_size=2 is not a multiple of train.updates_per_step=3",
         ),
         (["rollout.sde_window_size=5"], "rollout.sde_window_size=5 > 4"),
         (["rollout.sde_window_range=[0,6]"], "the last step (to sigma 0) is never stochastic"),

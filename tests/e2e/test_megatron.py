@@ -50,8 +50,11 @@ def test_every_layout_gives_the_veomni_engines_metrics(name, runs, reference):
 def test_compiled_blocks_give_the_same_metrics(runs, tmp_path):
     """In one step of prompts of one length: each shape is a variant, compiled for seconds."""
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a red circle\na red square\na red kettle\na red pencil\n")
+    texts = ("circle", "square", "kettle", "pencil")
+    prompts.write_text("".join(f"a big red {text}\n" for text in texts))
     shared = [f"data.prompts={prompts}", "train.num_steps=1"]
+    # as many rows as the gate's second call has for each text
+    shared += ["train.microbatch_size=2"]
     plain = runs("plain", 1, *shared).rows
 
     compiled = ["parallel.tp=2", "engine.compile=true", "engine.activation_memory_budget=0.25"]
