@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
-from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo import mark_static, maybe_mark_dynamic
 from torch.utils._pytree import tree_leaves
 
 from megadiff.models.adapter import STREAMS
@@ -24,6 +24,7 @@ def compile_blocks(
     model: nn.Module,
     plan: ParallelPlan,
     *,
+    microbatch_size: int,
     text_varies: bool,
     budget: float,
     in_one_graph: bool = False,
@@ -34,6 +35,9 @@ def compile_blocks(
     those that take longest to compute for their bytes; 0 keeps its inputs. One for all of the
     process. The second product of an MLP is a third of a block's work and a fifteenth of its
     activations: with it a block of Qwen-Image computes 3.75 forwards in all, without it 4.0.
+    microbatch_size: of most calls, which get variants of their own. Once torch has seen another
+    number of rows, as the gate's, it would compile all that follows for any number, and those
+    kernels are slower. All other numbers share such variants.
     text_varies: any text length fits from the first variant on. Else, by torch's own rule, a second
     length compiles everything again.
     in_one_graph: torch raises an error where something would cut a block into several graphs, which
@@ -47,20 +51,36 @@ def compile_blocks(
         if plan.is_block(name):
             signature = inspect.signature(module.forward)
             compiled = torch.compile(module.forward, fullgraph=in_one_graph)
-            module.forward = _of_any_text_length(compiled, signature) if text_varies else compiled
+            module.forward = _marking(
+                compiled, signature, microbatch_size=microbatch_size, text_varies=text_varies
+            )
 
 
-def _of_any_text_length(
-    compiled: Callable[..., Any], signature: inspect.Signature
+def _marking(
+    compiled: Callable[..., Any],
+    signature: inspect.Signature,
+    *,
+    microbatch_size: int,
+    text_varies: bool,
 ) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        _mark(signature.bind(*args, **kwargs).arguments)
+        arguments = signature.bind(*args, **kwargs).arguments
+        _mark_rows(arguments, microbatch_size)
+        if text_varies:
+            _mark_text(arguments)
         return compiled(*args, **kwargs)
 
     return forward
 
 
-def _mark(arguments: dict[str, Any]) -> None:
+def _mark_rows(arguments: dict[str, Any], microbatch_size: int) -> None:
+    """Mark the number of rows as fixed, where it is a whole microbatch's."""
+    for value in arguments.values():
+        if isinstance(value, Tensor) and value.dim() > 1 and len(value) == microbatch_size:
+            mark_static(value, 0)
+
+
+def _mark_text(arguments: dict[str, Any]) -> None:
     """Mark dimensions of the text's length as dynamic, and of both streams' in joint masks.
 
     They are in the streams' embeddings, masks and rotations. Where tokens are split, the whole

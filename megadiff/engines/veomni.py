@@ -252,9 +252,12 @@ def _build_transformer(
 
     sharded, shared_base = _shard_weights(model, config, mesh, adapter)
     if config.engine.compile:
-        text_varies = plan.num_streams > 1
         compile_blocks(
-            sharded, plan, text_varies=text_varies, budget=budget if within_blocks else 1.0
+            sharded,
+            plan,
+            microbatch_size=config.train.microbatch_size,
+            text_varies=plan.num_streams > 1,
+            budget=budget if within_blocks else 1.0,
         )
 
     return sharded.train(), adapters, shared_base

@@ -305,6 +305,7 @@ class Ranks:
         compile_blocks(
             module,
             plan,
+            microbatch_size=NUM_SAMPLES,
             text_varies=plan.num_streams > 1,
             budget=self.layout.budget if self._within_blocks else 1.0,
             in_one_graph=self.layout.in_one_graph,
