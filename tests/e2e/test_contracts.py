@@ -65,7 +65,7 @@ def test_another_policy_is_refused_with_the_group_named(trainer, broken, fault, 
     """Also where it is right for the first group of a call, and the run's calls have one only."""
     file, registry = broken
     shared = ["rollout.mode=separate", f"rollout.registry={registry}", "train.num_steps=0"]
-    shared += ["rollout.batch_size=4"]
+    shared += ["rollout.batch_size=4", "algorithm.group_size=4"]
     file.write_text("none")
     result = trainer.run(*shared, *overrides, name="whole")
     assert result.code == 0, result.stderr

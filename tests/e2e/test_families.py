@@ -151,7 +151,8 @@ class World:
 
     def arguments(self, *overrides: str) -> list[str]:
         """Return those of `megadiff train`, for the gate alone: with texts of several lengths."""
-        command = self.trainer.command(*self.overrides, "rollout.batch_size=4", FINE, *overrides)
+        one_group = ("rollout.batch_size=4", "algorithm.group_size=4")
+        command = self.trainer.command(*self.overrides, *one_group, FINE, *overrides)
         return command[command.index("megadiff.cli.train") + 1 :]
 
     def run(self, name: str, *overrides: str, num_processes: int = 1) -> Result:
