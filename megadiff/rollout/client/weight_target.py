@@ -87,7 +87,7 @@ class WeightTarget:
 
     @property
     def has_served(self) -> bool:
-        """Whether it has taken a whole push: what fits it once fits again."""
+        """Tell whether it has taken a whole push: what fits it once fits again."""
         return self._client in self._fleet.holders
 
     def lose(self, reason: str) -> None:
