@@ -369,7 +369,7 @@ def _blames_the_group() -> Iterator[None]:
         # vllm-omni puts the workers' errors into one text: "rank 0: …; rank 1: …", then tracebacks
         text = str(error).partition(" traceback:\n")[0]
         _, *of_ranks = re.split(r"\brank \d+: ", text)
-        if not all(BROKE in each for each in of_ranks or [text]):
+        if not all(BROKE in failure for failure in of_ranks or [text]):
             raise
         logger.warning("%s", text)
         raise Refused(GROUP_BROKE, text) from error
