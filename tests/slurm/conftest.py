@@ -171,6 +171,8 @@ def submit(
         f"data.prompts={ROOT}/assets/prompts/colors.txt",
         "reward.color.type=color",
         "checkpoint.every=1",
+        # one call a step, with a replica on this node or another: bits depend on the cut
+        "algorithm.group_size=4",
         "algorithm.kl_coef=0.04",
         f"eval.prompts={held_out}",
         "eval.num_samples=4",
