@@ -383,6 +383,7 @@ SLOW = (  # the converter, slow from its third write on
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_killed_and_run_again(
     model: Path, tmp_path: Path, number: signal.Signals, code: int

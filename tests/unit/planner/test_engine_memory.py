@@ -132,6 +132,7 @@ def test_kept_activations_with_float32_streams(tiny_model, budget):
     assert 0.95 * found <= planned <= (1.05 if budget else 1.2) * found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("budget", [0.0, 0.25, 1.0])
 def test_compiled_blocks_keep_less(tiny_model, rank, budget):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each test is a program that imports torch
 PROGRAMS = Path(__file__).with_name("programs.py")
 
 

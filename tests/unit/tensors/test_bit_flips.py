@@ -154,6 +154,7 @@ def test_every_bit_of_a_shard_file_is_covered_by_itself(run: Path, name: str) ->
     assert outcomes.keys() == {"refused"}, outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "progress.json", "config.yaml"])
 def test_every_bit_of_a_checkpoint_is_covered(run: Path, name: str) -> None:
     folder = run / "checkpoints" / "step_000005"

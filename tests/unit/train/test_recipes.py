@@ -96,6 +96,7 @@ def test_the_prompts_suffice_for_a_step(recipe: Config) -> None:
     assert len(prompts) >= recipe.train.prompts_per_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_header_says_what_the_planner_does(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
