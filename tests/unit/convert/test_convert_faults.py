@@ -355,6 +355,7 @@ FEW_FILES = (  # the converter where few files may be open; with "late", only on
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "text"),
     [

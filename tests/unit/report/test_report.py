@@ -245,6 +245,7 @@ def test_every_metric_has_one_section():
     assert sorted(sum(sections.values(), [])) == sorted(keys)
 
 
+@pytest.mark.slow
 def test_a_page_of_a_thousand_steps_is_below_a_megabyte(tmp_path):
     rows = [metrics_of(step, num_steps=1000) for step in range(1, 1001)]
     with build_trackers(["jsonl"], tmp_path, {}) as trackers:

@@ -200,6 +200,7 @@ def test_a_run(tiny_model, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["--timeout-s", "SIGTERM"])
 def test_a_run_that_does_not_end_is_stopped_and_shown(tmp_path, way):
     """A trainer that ignores SIGTERM, with a child in a session of its own, as torchrun's ranks and
