@@ -8,6 +8,8 @@ from omegaconf import MISSING
 
 from megadiff.config.key import key
 
+HEARTBEAT_S = 60.0
+
 
 @dataclass
 class RolloutConfig:
@@ -116,7 +118,7 @@ class RolloutConfig:
     # A busy replica answers all the same. Its engine counts from the second call of a shape on, as
     # the first may compile.
     heartbeat_s: float = key(
-        60.0,
+        HEARTBEAT_S,
         "A replica is lost when it, or its engine at work, shows no life for so many seconds.",
         above=0,
         at_most=10**6,

@@ -14,11 +14,12 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from megadiff.config.rollout import HEARTBEAT_S
 from megadiff.config.schema import ParallelConfig
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.process.identity import device_name, host_name
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
-from megadiff.rollout.client.fleet import HEARTBEAT_S, Fleet
+from megadiff.rollout.client.fleet import Fleet
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports import shared_memory
 from megadiff.sync.transports.choose import build_transport

@@ -14,6 +14,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import TypeVar
 
+from megadiff.config.rollout import HEARTBEAT_S
 from megadiff.rollout.client.call_queue import CallQueue, ReplicaCall, calls
 from megadiff.rollout.client.client import Drawn, ReplicaClient, ReplicaError
 from megadiff.rollout.client.processes import ReplicaDied, log_tail
@@ -28,7 +29,6 @@ T = TypeVar("T")
 POLL_S = 0.2
 LIMITS = Limits()
 MAX_THREADS = 2048  # they are started as calls need them
-HEARTBEAT_S = 60.0  # as rollout.heartbeat_s
 HEALTH_TRIALS = 3
 NOT_CURRENT = 409  # the status of a replica that holds other weights
 # The caller's mistakes, which every replica would answer alike. So may whatever has its address.

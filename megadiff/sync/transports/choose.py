@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from megadiff.config.rollout import HEARTBEAT_S
 from megadiff.sync.transports.base import HttpTransport, PushTarget, Transport
 from megadiff.sync.transports.cuda_ipc import CudaIpcTransport
 from megadiff.sync.transports.disk import DiskTransport
 from megadiff.sync.transports.group import GroupTransport
 from megadiff.sync.transports.shared_memory import SharedMemoryTransport
 from megadiff.sync.transports.table import OPTIONS
-from megadiff.sync.transports.transfers import TIMEOUT_S
 
 Workers = Mapping[str, Sequence[Mapping[str, Any]]]  # replica → of each worker: host, device, boxes
 
@@ -29,7 +29,7 @@ def build_transport(
     rank: int,
     device: torch.device,
     folder: Path,
-    heartbeat_s: float = 60.0,
+    heartbeat_s: float = HEARTBEAT_S,
 ) -> Transport:
     """Return sync.transport's end on this trainer rank, with the replicas that it sends to.
 
@@ -61,13 +61,7 @@ def build_transport(
     if name == "nccl":
         num_workers = [len(workers[target.name]) for target in targets]
         return GroupTransport(
-            targets,
-            device=device,
-            num_workers=num_workers,
-            # a replica that waits for another one must not be taken for one that hangs
-            timeout_s=min(TIMEOUT_S, heartbeat_s / 2),
-            # a heartbeat notices a silence up to a quarter late, and asks again before it says so
-            patience_s=1.25 * heartbeat_s + 15,
+            targets, device=device, num_workers=num_workers, heartbeat_s=heartbeat_s
         )
     return DiskTransport(targets, folder=folder)
 

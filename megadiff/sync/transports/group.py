@@ -54,14 +54,13 @@ from megadiff.types import LoraSpec
 logger = logging.getLogger(__name__)
 # In the error of a worker that waited in vain: such errors reach the server as texts.
 BROKE = "the trainer's group broke"
-PATIENCE_S = 90.0  # until the heartbeat has found a replica that hangs
 
 
 class GroupTransport(Transport):
     """Send from rank 0 to the workers of all targets, in one group.
 
-    device: where buckets are gathered. num_workers: of each target. timeout_s: of one bucket, for
-    the workers as well. patience_s: of the wait for a failure's cause.
+    device: where buckets are gathered. num_workers: of each target. heartbeat_s: after which the
+    run loses a replica that hangs.
     """
 
     name = "nccl"
@@ -72,13 +71,16 @@ class GroupTransport(Transport):
         *,
         device: torch.device,
         num_workers: Sequence[int],
-        timeout_s: float = TIMEOUT_S,
-        patience_s: float = PATIENCE_S,
+        heartbeat_s: float,
     ) -> None:
         super().__init__(targets)
         self.device = device
-        self.timeout_s = timeout_s
-        self.patience_s = patience_s
+
+        # of one bucket, on both sides: who waits for another must not be taken for one that hangs
+        self.timeout_s = min(TIMEOUT_S, heartbeat_s / 2)
+        # of the wait for a failure's cause: a heartbeat notices a silence up to a quarter late, and
+        # asks again before it says so
+        self.patience_s = 1.25 * heartbeat_s + 15
 
         self.first_ranks: dict[str, int] = {}
         self.world_size = 1  # rank 0 is the trainer

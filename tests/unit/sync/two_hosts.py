@@ -73,7 +73,7 @@ class Worker:
 
 def trainer() -> None:
     worker = Worker()
-    transport = GroupTransport([worker], device=CPU, num_workers=[1])
+    transport = GroupTransport([worker], device=CPU, num_workers=[1], heartbeat_s=60.0)
     transport.begin(1, MANIFEST, None)
     transport.send(BUCKET)
     transport.close()
