@@ -37,7 +37,9 @@ def score_checked(
     except BaseException as error:  # even SystemExit must reach the loop, or the run waits for ever
         reason = "".join(traceback.format_exception_only(error)).strip()
         who = f"reward {reward.name!r} on {samples_text(samples)}"
-        raise RewardError(f"{who} raised {reason}") from error
+        # Of a reward within a reward it is what the inner one raised.
+        cause = error.__cause__ if isinstance(error, RewardError) and error.__cause__ else error
+        raise RewardError(f"{who} raised {reason}") from cause
 
 
 def _floats(samples: Sequence[RewardSample], answer: object, weight: float) -> list[float]:

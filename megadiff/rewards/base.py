@@ -96,7 +96,11 @@ class Reward:
         return {}
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError for a prompt that cannot be scored. Called once, with all of a run."""
+        """Raise ValueError for a prompt that cannot be scored.
+
+        Called once before a run, with all of its prompts. `megadiff score` calls it with those of
+        each request.
+        """
 
     def close(self) -> None:
         """Release what the constructor or score() opened. Called once, when the run ends."""

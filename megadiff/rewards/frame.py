@@ -54,6 +54,8 @@ class FrameReward(Reward):
         # So that a reward that compares a group still gets the whole group.
         self.samples_per_call = self.inner.samples_per_call
         self.workers = self.inner.workers
+        # The first frame that it gives up is the last one asked about.
+        self.deadline_s = self.inner.deadline_s
         for deed in ("open", "sleep", "wake", "figures", "validate", "close"):
             setattr(self, deed, getattr(self.inner, deed))
 

@@ -17,9 +17,10 @@ from PIL import Image
 from megadiff.rewards.base import Reward, RewardSample
 from megadiff.types import Prompt
 
-# The leftmost quote wins, so an apostrophe inside "..." is text. A single quote opens and closes
-# only at a word's edge: the apostrophe of "the dog's bowl" quotes nothing.
-_QUOTED = re.compile(r"""["“”„]([^"“”]*)["“”]|‘(.+?)’(?!\w)|(?<!\w)'(.+?)'(?!\w)""")
+# A mark of inches, as in 24", opens nothing.
+_DOUBLE_QUOTED = re.compile(r"""(?:[“”„]|(?<!\d)")([^"“”]*)["“”]""")
+# At a word's edge only: the apostrophe of "the dog's bowl" quotes nothing.
+_SINGLE_QUOTED = re.compile(r"""‘(.+?)’(?!\w)|(?<!\w)'(.+?)'(?!\w)""")
 _MAX_SIDE = 1664  # pixels; larger images are scaled down: Qwen-Image's longest side, at 16:9
 _MIN_SIDE = 64  # shorter sides are padded: the engine's own resizing fails on slivers
 _MAX_ASPECT = 4  # longer images are padded: the detector scales the short side up to 512
@@ -28,9 +29,9 @@ _MAX_ASPECT = 4  # longer images are padded: the detector scales the short side 
 class OcrReward(Reward):
     """Score 1 − edit_distance(seen, wanted) / len(wanted), clipped to [0, 1].
 
-    wanted: the row's `text` field, else all quoted parts of the prompt ("…", “…”, ‘…’ or '…') in
-    order. seen: all text lines of the image, top to bottom. Both are compared as normalise() has
-    them. Flow-GRPO, arXiv 2505.05470, appendix.
+    wanted: the row's `text` field, else all parts of the prompt in double quotes ("…" or “…”) in
+    order, else all in single quotes (‘…’ or '…'). seen: all text lines of the image, top to bottom.
+    Both are compared as normalise() has them. Flow-GRPO, arXiv 2505.05470, appendix.
     allow_extra_text: further letters cost nothing where the wanted text appears unbroken, as in
     Flow-GRPO's own code; else they cost as much as missing ones.
     frame_stride: of a video every so many frames are read, and their scores averaged.
@@ -102,8 +103,11 @@ def wanted_text(prompt: Prompt) -> str:
     """Return the text to be read in the image. Raises ValueError where there is none."""
     text = prompt.fields.get("text")
     if text is None:
-        # The pattern has a group for each kind of quotes, of which one has text in a match.
-        text = "".join("".join(groups) for groups in _QUOTED.findall(prompt.text))
+        text = "".join(_DOUBLE_QUOTED.findall(prompt.text))
+        if not normalise(text):
+            # Not beside double ones: a sign of the '50s, and the customers' cars, quote nothing.
+            # The pattern has a group for each kind of quotes, of which one has text in a match.
+            text = "".join("".join(groups) for groups in _SINGLE_QUOTED.findall(prompt.text))
 
     if not isinstance(text, str) or not normalise(text):
         raise ValueError(

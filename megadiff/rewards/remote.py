@@ -2,7 +2,8 @@
 
 GET / → {"ready": true}. POST /score → {"scores": [a number or null for each sample]}; its body is
 an npz with pixels [N, F, H, W, 3] uint8, and samples, the UTF-8 bytes of a JSON list of
-{"prompt", "id", "fields", "index"}. 4xx, with {"error": …}, is not retried.
+{"prompt", "negative_prompt", "id", "images", "fields", "index"}. images: numbers k of arrays
+image_k, the bytes of the files that the prompt names. 4xx, with {"error": …}, is not retried.
 `megadiff score` is such a server, see server.py.
 """
 
@@ -93,10 +94,14 @@ class RemoteReward(Reward):
 
 def samples_to_npz(samples: Sequence[RewardSample]) -> bytes:
     """Return the body of POST /score."""
+    # Each once, though all samples of a group have them.
+    files = list(dict.fromkeys(file for sample in samples for file in sample.prompt.images))
     rows = [
         {
             "prompt": sample.prompt.text,
+            "negative_prompt": sample.prompt.negative_text,
             "id": sample.prompt.id,
+            "images": [files.index(file) for file in sample.prompt.images],
             "fields": sample.prompt.fields,
             "index": sample.sample_index,
         }
@@ -112,5 +117,6 @@ def samples_to_npz(samples: Sequence[RewardSample]) -> bytes:
         body,
         pixels=np.stack([sample.pixels for sample in samples]),
         samples=np.frombuffer(json.dumps(rows).encode(), np.uint8),
+        **{f"image_{number}": np.fromfile(file, np.uint8) for number, file in enumerate(files)},
     )
     return body.getvalue()

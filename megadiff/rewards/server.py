@@ -9,11 +9,13 @@ import logging
 import math
 import socket
 import sys
+import tempfile
 import threading
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,13 +100,16 @@ class ScoreServer(ThreadingHTTPServer):
         """Return the reward's scores, in calls of its samples_per_call, None where it failed.
 
         Returns None as a whole where the client has left before its turn: it asks again elsewhere.
-        Raises TimeoutError where it gets no turn.
+        Raises TimeoutError where it gets no turn, and ValueError for a prompt that the reward
+        refuses: who asks has another reward in its place, which refuses nothing.
         """
         if not self._calls.acquire(timeout=QUEUE_S):
             raise TimeoutError(f"no turn within {QUEUE_S:g} s: the reward may hang")
         try:
             if _has_left(connection):
                 return None
+            prompts = {sample.prompt.id: sample.prompt for sample in samples}
+            self._reward.validate(list(prompts.values()))
             chunk = self._reward.samples_per_call or len(samples)
             scores: list[float | None] = []
             for first in range(0, len(samples), chunk):
@@ -180,7 +185,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _score(self, body: bytes) -> None:
         try:
-            scores = self.server.score(samples_from_npz(body), self.connection)
+            with tempfile.TemporaryDirectory(prefix="megadiff-score-") as folder:
+                samples = samples_from_npz(body, Path(folder))
+                scores = self.server.score(samples, self.connection)
         except ValueError as error:  # of the request, or the reward says that it cannot score it
             self._answer(422, {"error": str(error)})
         except Exception as error:  # whatever a reward raises; it may pass, as a full GPU does
@@ -216,8 +223,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing of requests that succeed."""
 
 
-def samples_from_npz(body: bytes) -> list[RewardSample]:
-    """Return the samples of a request. Raises ValueError with what is wrong with them."""
+def samples_from_npz(body: bytes, folder: Path) -> list[RewardSample]:
+    """Return the samples of a request; the files of their prompts' images are written to folder.
+
+    Raises ValueError with what is wrong with them.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
             # Checked before anything is unpacked: a zip may hold a thousand times its own size.
@@ -228,6 +238,10 @@ def samples_from_npz(body: bytes) -> list[RewardSample]:
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
             pixels = arrays["pixels"]
             rows = json.loads(arrays["samples"].tobytes())
+            files = []
+            while (name := f"image_{len(files)}") in arrays:
+                files.append(folder / name)
+                files[-1].write_bytes(arrays[name].tobytes())
     except Exception as error:  # zipfile, zlib, numpy and json raise a dozen kinds for bad bytes
         raise ValueError(
             "the body is no npz with the arrays pixels and samples (the bytes of a JSON list): "
@@ -242,19 +256,39 @@ def samples_from_npz(body: bytes) -> list[RewardSample]:
     if not isinstance(rows, list) or len(rows) != len(pixels):
         count = len(rows) if isinstance(rows, list) else f"a {type(rows).__name__}"
         raise ValueError(f"samples has {count} for pixels of {len(pixels)}; need a row for each")
-    return [_sample(row, image) for row, image in zip(rows, pixels, strict=True)]
+    return [_sample(row, image, files) for row, image in zip(rows, pixels, strict=True)]
 
 
-def _sample(row: object, pixels: np.ndarray) -> RewardSample:
-    kinds = {"prompt": str, "id": str, "fields": dict, "index": int}
+def _sample(row: object, pixels: np.ndarray, files: Sequence[Path]) -> RewardSample:
+    kinds = {
+        "prompt": str,
+        "negative_prompt": str,
+        "id": str,
+        "images": list,
+        "fields": dict,
+        "index": int,
+    }
     if not isinstance(row, dict) or any(
         not isinstance(row.get(key), kind) for key, kind in kinds.items()
     ):
         raise ValueError(
-            f"a row of samples is {row!r:.200}, must be an object with prompt and id (strings), "
-            "fields (an object) and index (an integer)"
+            f"a row of samples is {row!r:.200}, must be an object with prompt, negative_prompt and "
+            "id (strings), images (a list), fields (an object) and index (an integer)"
         )
-    prompt = Prompt(text=row["prompt"], id=row["id"], fields=row["fields"])
+
+    numbers = row["images"]
+    if any(number not in range(len(files)) for number in numbers):
+        raise ValueError(
+            f"images of a row are {numbers!r:.200}, must be numbers k of arrays image_k, of which "
+            f"the body has {len(files)}"
+        )
+    prompt = Prompt(
+        text=row["prompt"],
+        id=row["id"],
+        negative_text=row["negative_prompt"],
+        images=tuple(str(files[number]) for number in numbers),
+        fields=row["fields"],
+    )
     return RewardSample(pixels=pixels, prompt=prompt, sample_index=row["index"])
 
 

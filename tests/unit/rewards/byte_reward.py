@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from megadiff.rewards.base import Reward, RewardContext, RewardSample
 
 
 class ByteReward(Reward):
-    """Score by a hash of pixels, prompt, columns and index."""
+    """Score by a hash of pixels, prompt, its images, columns and index."""
 
     samples_per_call = 3
     workers = 2
@@ -30,7 +31,14 @@ class ByteReward(Reward):
         if sample.prompt.text == self.refused:
             raise ValueError(f"the prompt {sample.prompt.text!r} cannot be scored")
         prompt = sample.prompt
-        rest = [prompt.text, prompt.id, dict(prompt.fields), sample.sample_index]
+        rest = [
+            prompt.text,
+            prompt.negative_text,
+            prompt.id,
+            dict(prompt.fields),
+            sample.sample_index,
+            [Path(file).read_bytes().hex() for file in prompt.images],
+        ]
         shape = repr((sample.pixels.dtype, sample.pixels.shape)).encode()
         text = json.dumps(rest, sort_keys=True).encode()
         digest = hashlib.sha256(shape + sample.pixels.tobytes() + text).digest()

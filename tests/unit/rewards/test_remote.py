@@ -64,19 +64,21 @@ def no_token(monkeypatch):
 
 
 @pytest.fixture
-def samples(make_sample):
-    """4 videos of noise for one prompt, with columns as a parquet file has them."""
+def samples(make_sample, tmp_path):
+    """4 videos of noise for one prompt, with two images and columns as a parquet file has them."""
     generator = np.random.default_rng(0)
     columns = {"day": datetime.date(2026, 11, 24), "share": float("nan"), "tags": ["é", None]}
-    return [
-        replace(
-            make_sample(
-                generator.integers(0, 256, (2, 5, 7, 3), np.uint8), "a “red” 円\0", **columns
-            ),
-            sample_index=index,
-        )
-        for index in range(4)
-    ]
+    files = [tmp_path / "first.png", tmp_path / "ünïcode"]
+    for file in files:
+        file.write_bytes(generator.bytes(100))
+
+    def make(index):
+        pixels = generator.integers(0, 256, (2, 5, 7, 3), np.uint8)
+        sample = make_sample(pixels, "a “red” 円\0", **columns)
+        prompt = replace(sample.prompt, negative_text="ugly", images=tuple(map(str, files)))
+        return replace(sample, prompt=prompt, sample_index=index)
+
+    return [make(index) for index in range(4)]
 
 
 def remote(url, **arguments) -> RemoteReward:
@@ -324,6 +326,33 @@ def test_what_a_reward_raises(samples):
         assert far.score(samples) == [0.25] * 4
 
 
+def test_a_prompt_that_the_reward_refuses_is_refused_before_it_is_scored(samples):
+    """At the client another reward stands, which refuses nothing."""
+    busy = Busy()
+
+    def validate(prompts):
+        raise ValueError(f"{len(prompts)} prompts without a quoted text")
+
+    busy.validate = validate
+    with serving(busy) as url, contextlib.closing(remote(url)) as far:
+        with pytest.raises(ScoreFailed, match="answered 422.*1 prompts without a quoted text"):
+            far.score(samples)
+    assert not busy.calls
+
+
+def test_a_frame_that_a_server_within_the_server_gave_up_is_a_failed_sample(samples):
+    """Reward frame hands on what the other one raised; asking again would be useless."""
+    frame = build_reward("frame", RewardConfig(type="frame", args={"reward": "color"}))
+
+    def asleep(samples):
+        raise ScoreFailed("it is asleep")
+
+    frame.inner.score = asleep
+    with serving(frame) as url, contextlib.closing(remote(url)) as far:
+        assert far.score(samples) == [None] * 4
+        assert far.figures() == {"retries": 0.0}
+
+
 def test_a_request_that_is_too_large_is_refused(samples, monkeypatch):
     monkeypatch.setattr(score_server, "MAX_BYTES", 1000)
     big = [replace(samples[0], pixels=np.zeros((1, 1024, 2048, 3), np.uint8))]
@@ -424,7 +453,7 @@ def test_bad_bodies_are_refused_with_the_reason(served, samples, tmp_path):
     whole = samples_to_npz(samples)
     program = Program(tmp_path / "it_ran")
     pixels = np.zeros((1, 1, 4, 4, 3), np.uint8)
-    row = {"prompt": "a", "id": "0", "fields": {}, "index": 0}
+    row = {"prompt": "a", "negative_prompt": "", "id": "0", "fields": {}, "index": 0, "images": []}
 
     def rows(*values):
         return np.frombuffer(json.dumps(values).encode(), np.uint8)
@@ -453,6 +482,9 @@ def test_bad_bodies_are_refused_with_the_reason(served, samples, tmp_path):
         r"pixels are uint8 \[1, 4, 4, 3\]": [npz(pixels=pixels[0], samples=rows(row))],
         "samples has 2 for pixels of 1": [npz(pixels=pixels, samples=rows(row, row))],
         "JSONDecodeError": [npz(pixels=pixels, samples=np.frombuffer(b"{", np.uint8))],
+        r"images of a row are \[1\], must be .* of which the body has 1": [
+            npz(pixels=pixels, samples=rows({**row, "images": [1]}), image_0=np.zeros(1, np.uint8))
+        ],
         "a row of samples is .*'x'.* must be an object": [npz(pixels=pixels, samples=rows("x"))],
         "a row of samples is .* must be": [npz(pixels=pixels, samples=rows({**row, "id": 5}))],
     }

@@ -43,6 +43,14 @@ def test_which_frames_are_looked_at(frames: str | int, wanted: list[int]) -> Non
     assert frame_indices(1, frames) == [0]
 
 
+def test_the_other_rewards_limits_are_its_own() -> None:
+    """Also that a call is not given up before the other reward's servers' failure is known."""
+    args = {"reward": "remote", "args": {"url": "http://127.0.0.1:1", "deadline_s": 240}}
+    assert build_reward("far", RewardConfig(type="frame", args=args)).deadline_s == 240
+    with pytest.raises(ValueError, match=r"deadline_s=240 and reward.far.timeout_s=200"):
+        build_reward("far", RewardConfig(type="frame", args=args, timeout_s=200))
+
+
 @pytest.mark.parametrize(
     ("args", "value"),
     [

@@ -117,6 +117,11 @@ def test_video_is_the_mean_of_every_fourth_frame(
         ("it says 'don't stop'", "don't stop"),
         ("‘it’s’ done", "it’s"),
         ('unicode "日本 été"', "日本 été"),
+        ("A '50s sign reading \"EAT\" and the customers' cars", "EAT"),
+        ("rock 'n' roll with “LIVE”", "LIVE"),
+        ('A 5" by 7" card that says "HELLO"', "HELLO"),
+        ('a 24" monitor showing "ROOM 5" and "6"', "ROOM 56"),
+        ("an empty \"\" beside 'one'", "one"),
     ],
 )
 def test_wanted_text(make_sample: MakeSample, prompt: str, wanted: str) -> None:
