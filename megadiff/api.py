@@ -123,8 +123,15 @@ def score(
 
     groups: of Replica.sample(), of one size. rewards: a config's `reward`, or types such as color
     and module:Class. NaN is the score of a sample that has none.
-    Raises ValueError for a prompt that a reward cannot score, RewardError where one fails.
+    Raises ValueError for a prompt that a reward cannot score and for groups of several sizes,
+    RewardError where one fails.
     """
+    sizes = sorted({len(group.sample_indices) for group in groups})
+    if len(sizes) != 1:
+        raise ValueError(
+            f"{len(groups)} groups of sizes {sizes}, need at least 1 and of one size; score those "
+            "of each size by a call of its own"
+        )
     if not isinstance(rewards, Mapping):
         rewards = {name.rpartition(":")[2]: RewardConfig(type=name) for name in _listed(rewards)}
 

@@ -18,7 +18,7 @@ import math
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -125,7 +125,8 @@ def encode_dataset(
     agreed(lambda: adapter.validate(sampling), group)
 
     def look() -> tuple[dict[str, Any], bool, str]:
-        _check_captions(source, adapter, max_chars)
+        captions = [(source.where(row), text) for row, text in enumerate(source.captions)]
+        _check_captions(captions, adapter, max_chars)
         key = CacheKey(
             images=source.fingerprint,
             num_images=len(source),
@@ -152,7 +153,11 @@ def encode_dataset(
         _encode_images(
             source, adapter, aside, sampling=sampling, device=device, mesh=mesh, batch=batch
         )
-        _encode_captions(adapter, aside, dtype=dtype, device=device, mesh=mesh)
+        captions = agreed(lambda: _written_captions(aside, mesh.world_size), group)
+        if not source.captions:  # blocks() alone knew them
+            told = [(source.where(row), text) for row, text in enumerate(captions)]
+            agreed(lambda: _check_captions(told, adapter, max_chars), group, here=is_first)
+        _encode_captions(captions, adapter, aside, dtype=dtype, device=device, mesh=mesh)
         agreed(lambda: finish(aside, folder, key), group, here=is_first)
     except AgreedError:
         if is_first:
@@ -161,12 +166,17 @@ def encode_dataset(
     return agreed(lambda: LatentDataset(cache), group)
 
 
-def _check_captions(source: ImageSource, adapter: ModelAdapter, max_chars: int) -> None:
-    """Raise ValueError for a caption too long for data.max_prompt_chars or for the model."""
-    for row, caption in enumerate(source.captions):
-        checked_text(source.where(row), "caption", caption, max_chars)
+def _check_captions(
+    captions: Sequence[tuple[str, str]], adapter: ModelAdapter, max_chars: int
+) -> None:
+    """Raise ValueError for a caption too long for data.max_prompt_chars or for the model.
+
+    captions: where each is from, and its text.
+    """
+    for where, text in captions:
+        checked_text(where, "caption", text, max_chars)
     # Each once, as many data sets repeat captions.
-    texts = set(source.captions)
+    texts = {text for _, text in captions}
     adapter.check_prompts([Prompt(text=text, id=prompt_id(text, EMPTY_CAPTION)) for text in texts])
 
 
@@ -238,10 +248,15 @@ def _encode_images(
 
 
 def _encode_captions(
-    adapter: ModelAdapter, aside: Path, *, dtype: torch.dtype, device: torch.device, mesh: Mesh
+    captions: Sequence[str],
+    adapter: ModelAdapter,
+    aside: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    mesh: Mesh,
 ) -> None:
     """Write this rank's part of the different captions, encoded, and rank 0 the index."""
-    captions = agreed(lambda: _written_captions(aside, mesh.world_size), mesh.cpu_group)
     # Equal lengths meet in a call: less padding.
     texts = sorted({EMPTY_CAPTION, *captions}, key=lambda text: (len(text), text))
 

@@ -73,7 +73,8 @@ class EpochOrder:
         expected_text = ", ".join(f"{key}={expected[key]}" for key in differing)
         problem = (
             f"the saved data position has {saved_text}, from {state.get('source')}; this run has "
-            f"{expected_text}, from {self.source} (digest: a hash of all rows in order)"
+            f"{expected_text}, from {self.source} (digest: a hash of all rows in order, without "
+            "the columns that rewards read)"
         )
 
         if not accept_changes:

@@ -12,6 +12,7 @@ opened here in 0.1 s, and accepts rows without a caption and files that are miss
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tarfile
 import threading
@@ -25,7 +26,10 @@ from typing import NamedTuple
 
 from megadiff.data.prompts import damage_named, digest_of, jsonl_rows, open_parquet, parse_json
 
+logger = logging.getLogger(__name__)
+
 METADATA = "metadata.jsonl"
+PAD_BYTES = 2**20  # of what follows a tar's end are read at once
 # Columns go by several names in others' data sets. The first that a row has counts.
 FILE_KEYS = ("file_name", "image")
 # of a pair's two images; Hugging Face's imagefolder knows a file by the suffix
@@ -246,6 +250,7 @@ def _samples(path: Path) -> dict[str, dict[str, TarMember]]:
     Raises ValueError for an archive that is cut or damaged.
     """
     samples: dict[str, dict[str, TarMember]] = {}
+    strays: list[str] = []
     try:
         # "r:" takes no compression: members of a compressed archive cannot be read by offset.
         with tarfile.open(path, "r:") as archive:
@@ -254,6 +259,8 @@ def _samples(path: Path) -> dict[str, dict[str, TarMember]]:
                 archive.members.clear()  # type: ignore[attr-defined]  # typeshed lacks it
                 if member.isfile():
                     _add_member(samples, path, member)
+                    if _is_stray_image(member.name):
+                        strays.append(member.name)
             end = archive.offset
     except tarfile.TarError as error:
         raise ValueError(
@@ -265,14 +272,37 @@ def _samples(path: Path) -> dict[str, dict[str, TarMember]]:
         raise ValueError(
             f"{path} has no end mark at byte {end}: it is cut short or damaged; fetch it again"
         )
+    size = path.stat().st_size
+    for start in range(end, size, PAD_BYTES):
+        if any(_read_at(path, start, min(PAD_BYTES, size - start))):
+            raise ValueError(
+                f"{path} has its end mark at byte {end} of {size}, but more than padding behind "
+                "it, as archives that were joined; give them as files in one folder"
+            )
+
+    if strays:
+        logger.warning(
+            "%s: %d images are left out, as %s: a sample's name ends at its first dot, and the "
+            "rest must be one of %s; rename those that should be trained",
+            path,
+            len(strays),
+            strays[0],
+            ", ".join(IMAGE_SUFFIXES),
+        )
     return samples
+
+
+def _is_stray_image(name: str) -> bool:
+    """Tell whether an image has a second dot: `1.seg.png` is no image of sample 1."""
+    suffix = os.path.basename(name).lower().partition(".")[2]
+    return suffix not in IMAGE_SUFFIXES and suffix.rpartition(".")[2] in IMAGE_SUFFIXES
 
 
 def _add_member(
     samples: dict[str, dict[str, TarMember]], path: Path, member: tarfile.TarInfo
 ) -> None:
     """Add a member to its sample. Raises ValueError for a second one of its kind."""
-    folder, name = os.path.split(member.name)
+    folder, name = os.path.split(os.path.normpath(member.name))
     stem, _, suffix = name.partition(".")
     suffix = suffix.lower()
     if not stem or suffix not in IMAGE_SUFFIXES + CAPTION_SUFFIXES:

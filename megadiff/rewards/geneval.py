@@ -297,9 +297,19 @@ def _read_clauses(prompt: Prompt, key: str) -> tuple[Clause, ...]:
     entries = prompt.fields.get(key) or []
     if not isinstance(entries, list):
         raise _refused(prompt, f"{key} is {_shown(entries)}, must be a list of objects")
-    return tuple(
+    clauses = tuple(
         _read_clause(prompt, f"{key}[{index}]", entry, index) for index, entry in enumerate(entries)
     )
+
+    labels = [clause.label for clause in clauses]
+    doubles = sorted({label for label in labels if labels.count(label) > 1})
+    if doubles:
+        raise _refused(
+            prompt,
+            f"{key} names the class {doubles[0]!r} {labels.count(doubles[0])} times, must be once: "
+            "each would count all objects of the class",
+        )
+    return clauses
 
 
 def _read_clause(prompt: Prompt, where: str, entry: object, index: int) -> Clause:
@@ -315,8 +325,12 @@ def _read_clause(prompt: Prompt, where: str, entry: object, index: int) -> Claus
 
     count = entry.get("count")
     # Not isinstance: True would pass for 1.
-    if type(count) is not int or count < 1:
-        raise _refused(prompt, f"{where} has count {count!r}, must be a whole number from 1 on")
+    if type(count) is not int or not 1 <= count <= MAX_OBJECTS:
+        raise _refused(
+            prompt,
+            f"{where} has count {count!r}, must be a whole number from 1 to {MAX_OBJECTS}: of a "
+            "class no more objects are looked at",
+        )
 
     # Columns of a parquet file are null where a row has none.
     color = entry.get("color") or ""

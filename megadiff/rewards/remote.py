@@ -13,6 +13,7 @@ import io
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -111,12 +112,14 @@ def samples_to_npz(samples: Sequence[RewardSample]) -> bytes:
     # write bare.
     rows = json.loads(json.dumps(rows, default=str), parse_constant=str)
 
+    arrays: dict[str, Any] = {
+        "pixels": np.stack([sample.pixels for sample in samples]),
+        "samples": np.frombuffer(json.dumps(rows).encode(), np.uint8),
+    }
+    for number, file in enumerate(files):
+        arrays[f"image_{number}"] = np.fromfile(file, np.uint8)
+
     body = io.BytesIO()
     # Not compressed: zlib needs 25 times as long as the copy, and photographs hardly shrink.
-    np.savez(
-        body,
-        pixels=np.stack([sample.pixels for sample in samples]),
-        samples=np.frombuffer(json.dumps(rows).encode(), np.uint8),
-        **{f"image_{number}": np.fromfile(file, np.uint8) for number, file in enumerate(files)},
-    )
+    np.savez(body, **arrays)
     return body.getvalue()

@@ -238,7 +238,7 @@ def samples_from_npz(body: bytes, folder: Path) -> list[RewardSample]:
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
             pixels = arrays["pixels"]
             rows = json.loads(arrays["samples"].tobytes())
-            files = []
+            files: list[Path] = []
             while (name := f"image_{len(files)}") in arrays:
                 files.append(folder / name)
                 files[-1].write_bytes(arrays[name].tobytes())

@@ -40,13 +40,15 @@ def best_and_worst(scored: ScoredGroups, count: int) -> ScoredGroups:
     """Keep a group's best ⌈count/2⌉ and worst ⌊count/2⌋ samples.
 
     They come in turns, best, worst, second best, …: updates take equal parts in this order, and
-    each needs both. DanceGRPO's best-of-n, arXiv 2505.07818.
+    each needs both. DanceGRPO's best-of-n, arXiv 2505.07818. Samples without a score come last.
     """
     order_PG = scored.advantages_PG.argsort(dim=1, descending=True, stable=True)
-    num_best = (count + 1) // 2
-    kept_PG = order_PG[:, :count].clone()
-    kept_PG[:, 0::2] = order_PG[:, :num_best]
-    kept_PG[:, 1::2] = order_PG.flip(1)[:, : count - num_best]
+    kept_PG = torch.stack(
+        [
+            _best_and_worst(order_G, scored_G, count)
+            for order_G, scored_G in zip(order_PG, scored.weights_PG > 0, strict=True)
+        ]
+    )
     groups = [
         take_samples(group, kept_G) for group, kept_G in zip(scored.groups, kept_PG, strict=True)
     ]
@@ -56,6 +58,19 @@ def best_and_worst(scored: ScoredGroups, count: int) -> ScoredGroups:
         advantages_PG=scored.advantages_PG.gather(1, kept_PG),
         weights_PG=scored.weights_PG.gather(1, kept_PG),
     )
+
+
+def _best_and_worst(order_G: Tensor, scored_G: Tensor, count: int) -> Tensor:
+    """Return `count` indices of a group. order_G: its indices by falling advantage."""
+    # A group whose rewards are equal has no weights at all.
+    is_scored_G = scored_G[order_G] | ~scored_G.any()
+    ranked_G = order_G[is_scored_G]
+    num_ranked = min(count, len(ranked_G))
+    num_best = (num_ranked + 1) // 2
+    kept_G = torch.cat([ranked_G, order_G[~is_scored_G]])[:count]
+    kept_G[0:num_ranked:2] = ranked_G[:num_best]
+    kept_G[1:num_ranked:2] = ranked_G.flip(0)[: num_ranked - num_best]
+    return kept_G
 
 
 def take_samples(group: RolloutGroup, index_G: Tensor) -> RolloutGroup:

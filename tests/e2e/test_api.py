@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import runpy
 import signal
 import sys
@@ -48,7 +49,9 @@ def draws(config):
 
     pixels = [group.pixels_GFHWC for group in (*groups, *again, *other)]
     assert pixels[0].shape == (2, 1, 64, 64, 3) and pixels[0].dtype == torch.uint8
-    assert torch.equal(pixels[0], pixels[3]) and torch.equal(pixels[0], cat.pixels_GFHWC)
+    assert torch.equal(pixels[3], cat.pixels_GFHWC)
+    # In a batch with others: some CPUs then add up in another order, 5e-7 of a latent.
+    assert (pixels[0].int() - pixels[3].int()).abs().max() <= 1
     assert not any(torch.equal(pixels[0], pixels[index]) for index in (1, 2, 4))
     assert explored[0].log_probs_GW.shape == (1, 2) and groups[0].log_probs_GW.shape == (2, 0)
 
@@ -56,6 +59,9 @@ def draws(config):
     assert rewards["total"].shape == (3, 2) and rewards["total"].isfinite().all()
     for names in (["jpeg_size"], "jpeg_size"):
         assert torch.equal(score(groups, names)["jpeg_size"], rewards["size"])
+    for wrong, sizes in (([], []), ([*groups, *explored], [1, 2])):
+        with pytest.raises(ValueError, match=re.escape(f"groups of sizes {sizes}, need at least")):
+            score(wrong, "jpeg_size")
 
 
 def trains(config):

@@ -38,6 +38,18 @@ def test_global_std_is_that_of_all_ranks():
     )
 
 
+def test_rewards_that_differ_by_rounding_carry_no_signal():
+    rewards = torch.tensor([[100.00001, 100.0, 100.0], [100.001, 100.0, 100.0], [1e-5, 0.0, 0.0]])
+    _, weights = group_advantages(rewards, kind="group")
+    assert weights.tolist() == [[0.0] * 3, [1.0] * 3, [1.0] * 3]
+
+
+def test_a_batch_without_a_score_has_no_advantages():
+    for kind in ("group", "global", "none"):
+        advantages, weights = group_advantages(torch.full((2, 3), torch.nan), kind=kind)
+        assert not advantages.any() and not weights.any()
+
+
 def test_none_is_the_reward_above_its_group_and_needs_no_other_rank():
     def no_call(_: torch.Tensor) -> torch.Tensor:
         raise AssertionError("no std is wanted")

@@ -321,6 +321,20 @@ def test_a_tar_cut_anywhere_is_refused(tmp_path: Path) -> None:
     path.write_bytes(data[:second] + b"\xff" * 512 + data[second + 512 :])
     with pytest.raises(ValueError, match="no end mark at byte"):
         open_images(str(path), seed=0)
+    path.write_bytes(data + data)
+    with pytest.raises(ValueError, match=rf"its end mark at byte \d+ of {2 * len(data)}, but more"):
+        open_images(str(path), seed=0)
+    path.write_bytes(data + bytes(3 * 2**20 + 512))
+    assert len(open_images(str(path), seed=0)) == 3
+
+
+def test_names_in_a_tar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One folder written in two ways, and images that belong to no caption."""
+    caption = CAPTIONS[0].encode()
+    members = {"a/1.png": PNG, "./a/1.txt": caption, "2.seg.png": PNG, "3.v1.PNG": PNG}
+    images = open_images(str(write_tar(tmp_path / "images.tar", members)), seed=0)
+    assert list(images.captions) == [CAPTIONS[0]]
+    assert "images.tar: 2 images are left out, as 2.seg.png: a sample's name ends" in caplog.text
 
 
 def test_parquet_refusals(tmp_path: Path) -> None:

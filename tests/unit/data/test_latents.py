@@ -234,6 +234,19 @@ def test_refusals(
         encode(images, tiny_model, tmp_path / "cache", mesh, **options)
 
 
+def test_captions_that_come_with_the_images_are_checked_too(
+    tiny_model: Path, tmp_path: Path, mesh: Mesh
+) -> None:
+    """This source does not know them before it draws the images."""
+    source = Path("examples.shapes.images:ShapesImages:3")
+    assert not open_images(str(source), seed=0).captions
+    with pytest.raises(
+        AgreedError, match=r"'caption' has \d+ characters > data.max_prompt_chars=5"
+    ):
+        encode(source, tiny_model, tmp_path / "cache", mesh, max_chars=5)
+    assert folders(tmp_path / "cache") == []
+
+
 def test_enlarged_images_are_counted(
     images: Path, tiny_model: Path, tmp_path: Path, mesh: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:

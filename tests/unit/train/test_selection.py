@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,6 +33,16 @@ def test_the_best_and_the_worst_come_in_turns(
         keys = scored.sample_keys(index)
         assert chosen.sample_keys(index) == [keys[sample] for sample in samples]
     assert torch.equal(chosen.weights_PG, torch.ones_like(chosen.advantages_PG))
+
+
+def test_samples_without_a_score_come_last() -> None:
+    """Their advantage of 0 lies in the middle; two of the four here have a score below it."""
+    advantages_PG = torch.tensor([[1.4, 0.0, -0.6, -0.8], [0.0, -1.0, 0.0, 1.0]])
+    weights_PG = torch.tensor([[1.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0]])
+    scored = scored_groups([0, 1], advantages_PG=advantages_PG)
+    chosen = best_and_worst(replace(scored, weights_PG=weights_PG), 3)
+    assert [group.sample_indices for group in chosen.groups] == [(0, 3, 2), (3, 1, 0)]
+    assert chosen.weights_PG.tolist() == [[1, 1, 1], [1, 1, 0]]
 
 
 def test_equal_samples_are_chosen_alike_everywhere() -> None:
