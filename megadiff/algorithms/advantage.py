@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-4  # Flow-GRPO adds it to the standard deviation
-ZERO_STD = 1e-6  # rewards in a group closer than this carry no signal
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # of the mean: nor do those closer than this
+ZERO_STD = 1e-6  # rewards in a group closer than this, or than rounding, carry no signal
 
 
 def group_advantages(
@@ -31,7 +30,7 @@ def group_advantages(
     scored_PG = ~rewards_PG.isnan()
     mean_P1, group_std_P1 = group_moments(rewards_PG)
     centred_PG = torch.where(scored_PG, rewards_PG - mean_P1, 0.0)
-    least_P1 = (ROUNDING * mean_P1.abs()).clamp(min=ZERO_STD)
+    least_P1 = (4 * torch.finfo(torch.float32).eps * mean_P1.abs()).clamp(min=ZERO_STD)
     weights_PG = (scored_PG & (group_std_P1 > least_P1)).float()
     if kind == "none":
         return centred_PG.float(), weights_PG
@@ -41,9 +40,8 @@ def group_advantages(
         scored = rewards_PG[scored_PG]
         moments = [float(len(scored)), scored.sum(), (scored**2).sum()]
         count, total, squares = all_reduce(torch.tensor(moments, dtype=torch.float64))
-        count = count.clamp(min=1)  # where no rank has a score
-        # rounding can bring the variance of equal rewards below 0
-        std = (squares / count - (total / count) ** 2).clamp(min=0).sqrt()
+        # of no scores NaN, and rounding can bring the variance of equal rewards below 0
+        std = (squares / count - (total / count) ** 2).nan_to_num(0.0).clamp(min=0).sqrt()
     return (centred_PG / (std + EPSILON)).float(), weights_PG
 
 
