@@ -11,11 +11,11 @@ $bin/ruff check .
 $bin/ruff format --check .
 $bin/mypy megadiff & # the longest, beside the rest
 types=$!
+site=$(mktemp -d "${TMPDIR:-/tmp}/megadiff-docs.XXXXXX")
+trap 'kill "$types" 2>/dev/null; rm -rf "$site"' EXIT
 $bin/shellcheck launch/*.sh tests/slurm/*.sh .ci/run
 $bin/hadolint launch/Dockerfile
 $bin/python launch/check_lock.py
-site=$(mktemp -d "${TMPDIR:-/tmp}/megadiff-docs.XXXXXX")
-trap 'rm -rf "$site"' EXIT
 $bin/mkdocs build --strict --quiet --site-dir "$site"
 wait "$types"
 echo "check: lint, layout, types, pins and docs are right"

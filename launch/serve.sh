@@ -19,8 +19,9 @@ if .venv/bin/python -c '' 2>/dev/null; then
 fi
 
 # CUDA_VISIBLE_DEVICES is Slurm's or the user's; without it all GPUs count, and none on a CPU.
-all=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null |
-  paste -sd, || true)}
+# nvidia-smi says on the same stream that it has failed.
+all=${CUDA_VISIBLE_DEVICES-$(timeout 60 nvidia-smi --query-gpu=index --format=csv,noheader \
+  2>/dev/null | grep -xE '[0-9]+' | paste -sd, || true)}
 IFS=, read -ra gpus <<<"$all"
 each=$((${#gpus[@]} / num_replicas))
 if ((${#gpus[@]} > 0 && each == 0)); then
@@ -33,8 +34,12 @@ if [[ ! ${OMP_NUM_THREADS:-} ]]; then
 fi
 
 pids=()
-trap 'kill "${pids[@]}" 2>/dev/null || true' TERM INT
+stopping=''
+trap 'stopping=yes; kill "${pids[@]}" 2>/dev/null || true' TERM INT
 for ((index = 0; index < num_replicas; index++)); do
+  if [[ $stopping ]]; then
+    break
+  fi
   if ((each)); then
     CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${gpus[*]:index*each:each}")
     export CUDA_VISIBLE_DEVICES

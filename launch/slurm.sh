@@ -27,7 +27,7 @@ STRAGGLER_S=600       # for all nodes to end, once the first one is done
 REPLICAS_GONE_S=${REPLICAS_GONE_S:-30} # for the trainer to notice by itself, and to save
 UNSEEN_S=10           # for a new file to be seen on all nodes: NFS asks the server late
 
-asked_s='' folder='' until_limit_s=''
+asked_s='' folder='' end_s='' limit_s=''
 # torchrun would die of USR1 and leave its ranks behind. So the trainer looks for a file, where a
 # second request would end it at once.
 trap 'asked_s=${asked_s:-$SECONDS}; ask_to_stop' USR1 # before all else: it would end this script
@@ -35,19 +35,36 @@ ask_to_stop() {
   if [[ ! $folder || ! $asked_s || -e $folder/stop || -e $folder/stopped ]]; then
     return 0
   fi
-  local left=$((STOP_S - (SECONDS - asked_s))) end limit=9999999999
-  # nothing where the controller does not answer, which date would take for today's midnight
-  end=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e 2>/dev/null) || end=''
-  if [[ $end ]]; then
-    limit=$(date -d "$end" +%s 2>/dev/null) || limit=9999999999
+  local left=$((STOP_S - (SECONDS - asked_s)))
+  look_at_clock
+  if ((end_s < left)); then
+    left=$end_s
   fi
-  until_limit_s=$((limit - $(date +%s)))
-  if ((until_limit_s < left)); then
-    left=$until_limit_s
+  # Written aside: the trainer sees a whole file. A full disk must not end this script.
+  if echo $((left > 0 ? left : 0)) >"$folder/stop.aside" && mv "$folder/stop.aside" "$folder/stop"; then
+    echo "job $attempt: asked to stop, $left s are left; the run saves"
+  else
+    echo "job $attempt: asked to stop, but $folder/stop cannot be written; trying again"
   fi
-  echo "job $attempt: asked to stop, $left s are left; the run saves, and the job is queued again"
-  echo $((left > 0 ? left : 0)) >"$folder/stop.aside"
-  mv "$folder/stop.aside" "$folder/stop" # the trainer sees a whole file
+}
+
+# end_s, limit_s: seconds until Slurm ends this job, and until its time limit. A preempted one ends
+# sooner. Both are large where the controller does not answer.
+look_at_clock() {
+  local end='' left='' state='' days hours
+  end_s=9999999999 limit_s=9999999999
+  read -r state end left < <(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %e %L' \
+    2>/dev/null) || true
+  # One that was cancelled ends at once, and for good.
+  if [[ $state == RUNNING ]] && end=$(date -d "$end" +%s 2>/dev/null); then
+    end_s=$((end - $(date +%s)))
+  fi
+  # [[days-]hours:]minutes:seconds, or UNLIMITED
+  if [[ $left =~ ^(([0-9]+)-)?(([0-9]+):)?([0-9]+):([0-9]+)$ ]]; then
+    days=${BASH_REMATCH[2]:-0}
+    hours=${BASH_REMATCH[4]:-0}
+    limit_s=$(((10#$days * 24 + 10#$hours) * 3600 + 10#${BASH_REMATCH[5]} * 60 + 10#${BASH_REMATCH[6]}))
+  fi
 }
 
 die() {
@@ -87,15 +104,39 @@ num_trainers=$((num_nodes - rollout_nodes))
 ((num_trainers > 0)) ||
   die "ROLLOUT_NODES=$rollout_nodes of the job's $num_nodes nodes are to sample, none is left to" \
     "train; use sbatch --nodes=$((rollout_nodes + 1)) or more"
-gpus=${SLURM_GPUS_ON_NODE:-${GPUS:-}}
-if [[ ! $gpus && ! $dry_run ]]; then
-  # Slurm names no number where the job asked for none, and leaves it all GPUs of its nodes.
-  ask=(timeout 60 nvidia-smi --query-gpu=index "--format=csv,noheader")
-  listed=${CUDA_VISIBLE_DEVICES-$("${ask[@]}" 2>/dev/null | paste -sd, || true)}
-  IFS=, read -ra listed <<<"${listed/NoDevFiles/}"
-  gpus=${#listed[@]}
+# Else torchrun, a single task, may be bound to a single core.
+export SLURM_CPU_BIND=none
+# Each step's task has its whole node. What sbatch was asked for would be asked of each step again:
+# --gpus=16 of two nodes all 16 of one node.
+unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK
+unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET
+# --export: under sbatch --export=NONE tasks would lose the token.
+step=(srun --export=ALL "${container[@]}")
+on_first_node=(--job-name=check --nodes=1 --ntasks=1 --relative=0)
+
+# Two lines: of how many GPUs Slurm knows, and those that are seen. sbatch says it, salloc does not,
+# and without GRES Slurm leaves a job all GPUs of its nodes.
+# shellcheck disable=SC2016  # the step's shell expands it
+count='echo "${SLURM_GPUS_ON_NODE:-}"
+  nvidia_smi=(timeout 60 nvidia-smi --query-gpu=index --format=csv,noheader)
+  echo "${CUDA_VISIBLE_DEVICES-$("${nvidia_smi[@]}" 2>/dev/null | grep -xE "[0-9]+" | paste -sd,)}"'
+if [[ $dry_run ]]; then
+  gpus=${SLURM_GPUS_ON_NODE:-${GPUS:-0}}
+else
+  slurms=${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-}}
+  slurms=${slurms##*:} # without their type
+  seen=()
+  if [[ ! $slurms ]]; then
+    counted=$("${step[@]}" "${on_first_node[@]}" bash -c "$count") || counted=''
+    { read -r slurms && IFS=, read -ra seen; } <<<"${counted/NoDevFiles/}" || true
+  fi
+  gpus=${slurms:-${#seen[@]}}
+  # A job that asked for none has all of its nodes, but its steps have none.
+  if ((${slurms:-0})); then
+    step+=("--gpus-per-node=$slurms")
+  fi
 fi
-gpus=${gpus:-0}
+unset SLURM_GPUS_PER_NODE
 ranks=${RANKS:-$((gpus > 0 ? gpus : 1))}
 world_size=$((num_trainers * ranks))
 separate=()
@@ -103,11 +144,7 @@ if ((rollout_nodes)); then
   separate=(rollout.mode=separate rollout.registry=not-yet)
 fi
 
-# Else torchrun, a single task, may be bound to a single core.
-export SLURM_CPU_BIND=none
-# --export: under sbatch --export=NONE tasks would lose the token.
-step=(srun --export=ALL "${container[@]}")
-first_node=("${step[@]}" --job-name=check --nodes=1 --ntasks=1 --relative=0)
+first_node=("${step[@]}" "${on_first_node[@]}")
 if [[ $dry_run ]]; then
   first_node=() # the login node looks at the config itself
 fi
@@ -147,6 +184,7 @@ replicas=${REPLICAS:-$((gpus > tp ? gpus / tp : 1))}
 
 attempt=${SLURM_JOB_ID:-JOB}.${SLURM_RESTART_COUNT:-0}
 logs=$folder_of_run/logs/$attempt
+outputs=${logs//%/%%} # srun puts in for %j a number
 # Of this attempt alone: what a killed one left is not in it, nor may its processes join this one.
 registry=$folder_of_run/replicas/$attempt
 if ((rollout_nodes)); then
@@ -160,14 +198,14 @@ export MASTER_PORT=$((20000 + (${SLURM_JOB_ID:-0} + 1009 * ${SLURM_RESTART_COUNT
 
 replicas_step=(
   "${step[@]}" --job-name=replicas --nodes="$rollout_nodes" --ntasks="$rollout_nodes"
-  --ntasks-per-node=1 --relative="$num_trainers" --output="$logs/replicas-%N.log"
+  --ntasks-per-node=1 --relative="$num_trainers" --output="$outputs/replicas-%N.log"
   launch/serve.sh "$replicas" "$@"
 )
 # --kill-on-bad-exit: TERM to the other nodes, and KILL after the cluster's KillWait.
 trainer_step=(
   "${step[@]}" --job-name=trainer --nodes="$num_trainers" --ntasks="$num_trainers"
   --ntasks-per-node=1 --relative=0 --kill-on-bad-exit=1 --wait="$STRAGGLER_S"
-  --output="$logs/trainer-%N.log"
+  --output="$outputs/trainer-%N.log"
   launch/torchrun.sh "$ranks" "$@"
 )
 if [[ $dry_run ]]; then
@@ -198,7 +236,6 @@ if [[ ! ${MEGADIFF_TOKEN:-} ]]; then
   MEGADIFF_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 fi
 export MEGADIFF_TOKEN
-unset SLURM_CPUS_PER_TASK # each step's task has the whole node
 
 # shellcheck disable=SC2016
 "${step[@]}" --job-name=shared --nodes="$num_nodes" --ntasks="$num_nodes" --ntasks-per-node=1 \
@@ -247,19 +284,29 @@ done
 code=0
 wait "$trainer_pid" || code=$?
 echo "job $attempt: the trainer ended with code $code"
+# srun's code is 0 too where a node could not open its log, and started nothing.
+num_logs=$(find "$logs" -name 'trainer-*.log' | wc -l)
+if ((code == 0 && num_logs < num_trainers)); then
+  echo "error: $num_logs logs of $num_trainers trainers are in $logs; look there and into slurmd's log"
+  code=1
+fi
 if ((code)) && [[ ! -e $folder/stopped ]]; then
   grep -hs '^error' "$logs"/*.log | sort -u | tail -n 10 || tail -n 5 "$logs"/trainer-*.log || true
 fi
 
 # Only where this attempt came further: a wrong config, or a step longer than the time limit, would
-# be queued for ever. One that was preempted early has no fault of its own.
+# be queued for ever. One that was preempted, or asked long before its limit, has no fault of its own.
 again=''
+look_at_clock
 if [[ -e $folder/stopped && ! $asked_s ]]; then
   echo "job $attempt: not queued again, as somebody made $folder/stop"
 elif ((code)) || [[ -e $folder/stopped ]]; then
   if [[ $(newest) != "$before" ]]; then
     again=yes
-  elif [[ -e $folder/stopped ]] && ((until_limit_s > 2 * STOP_S)); then
+  elif ((end_s + 60 < limit_s)); then
+    echo "job $attempt: preempted"
+    again=yes
+  elif [[ -e $folder/stopped ]] && ((limit_s > 2 * STOP_S)); then
     again=yes
   else
     echo "job $attempt: not queued again, as it saved no step since its start"

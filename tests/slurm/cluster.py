@@ -34,9 +34,14 @@ def reason_to_skip() -> str:
 
 
 class Cluster:
-    """Nodes node1, node2, … and a login node. shared: folders below /tmp that all nodes see."""
+    """Nodes node1, node2, … and a login node. shared: folders below /tmp that all nodes see.
 
-    def __init__(self, folder: Path, *, num_nodes: int, shared: Sequence[Path]) -> None:
+    num_gpu_nodes: the last ones, of partitions of their own.
+    """
+
+    def __init__(
+        self, folder: Path, *, num_nodes: int, num_gpu_nodes: int, shared: Sequence[Path]
+    ) -> None:
         self.folder = folder
         environment = {
             **os.environ,
@@ -46,7 +51,7 @@ class Cluster:
         folder.mkdir(parents=True)
         log = (folder / "cluster.log").open("w")
         self._process = subprocess.Popen(
-            [str(SCRIPT), "start", str(num_nodes)],
+            [str(SCRIPT), "start", str(num_nodes), str(num_gpu_nodes)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # A real Slurm on this machine, for tests: tests/slurm/cluster.py starts it and speaks to it.
 #
-# Usage: SLURM_TEST_DIR=FOLDER SLURM_TEST_SHARED=FOLDER:… tests/slurm/cluster.sh start NODES
+# Usage: SLURM_TEST_DIR=FOLDER SLURM_TEST_SHARED=FOLDER:… tests/slurm/cluster.sh start NODES GPU_NODES
+#
+# The last nodes have four GPUs each, for Slurm: files. They are partition gpus, whose jobs give way
+# to those of partition urgent.
 #
 # It answers "ready" when all nodes are up, and then "done" to each line of its standard input:
 #   off node2     the power of node2 is cut
@@ -19,8 +22,10 @@ IFS=: read -ra SHARED <<<"$SLURM_TEST_SHARED"
 SUBNET=10.213.7 # no route leads there from outside
 
 write_configuration() {
-  local nodes=$1 node
-  mkdir -p "$DIR"/{etc,log,state,spool,pids}
+  local nodes=$1 first_gpu=$(($1 - $2 + 1)) node
+  mkdir -p "$DIR"/{etc,log,state,spool,pids,gpus}
+  touch "$DIR"/gpus/{0..3}
+  echo "NodeName=node[$first_gpu-$nodes] Name=gpu File=$DIR/gpus/[0-3]" >"$DIR/etc/gres.conf"
   (umask 277 && head -c 1024 /dev/urandom >"$DIR/munge.key")
   {
     echo "127.0.0.1 localhost"
@@ -56,8 +61,14 @@ MinJobAge=3600
 KillWait=5
 MessageTimeout=5
 TCPTimeout=2
-NodeName=node[1-$nodes] CPUs=8 RealMemory=20000
-PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=node[1-$((first_gpu - 1))] CPUs=8 RealMemory=20000
+NodeName=node[$first_gpu-$nodes] CPUs=8 RealMemory=20000 Gres=gpu:4
+PartitionName=main Nodes=node[1-$((first_gpu - 1))] Default=YES MaxTime=60
+PartitionName=gpus Nodes=node[$first_gpu-$nodes] MaxTime=60 GraceTime=30
+PartitionName=urgent Nodes=node[$first_gpu-$nodes] MaxTime=60 PriorityTier=10 PreemptMode=OFF
 CONF
 }
 
@@ -103,7 +114,7 @@ head_node() {
   done
 }
 
-are_idle() { [[ $(sinfo -h --responding -t idle -o %D 2>/dev/null) == "$1" ]]; }
+are_idle() { (( $(sinfo -hN --responding -t idle -o %N 2>/dev/null | sort -u | wc -l) == $1 )); }
 
 until_true() {
   local what=$1 deadline=$((SECONDS + 30))
@@ -146,7 +157,7 @@ compute_node() {
 
 case ${1:-} in
   start)
-    write_configuration "$2"
+    write_configuration "$2" "$3"
     exec unshare --mount --net --pid --ipc --uts --fork --kill-child --mount-proc "$SELF" head "$2"
     ;;
   head) head_node "$2" ;;

@@ -1,6 +1,7 @@
-"""A cluster of six nodes, and a way to submit runs of the tiny model to it.
+"""A cluster of eight nodes, and a way to submit runs of the tiny model to it.
 
-Tests have the first four nodes. On the others runs go on beside them that wait for nobody.
+Tests have the first four nodes. On the next two runs go on beside them that wait for nobody. For
+Slurm the last two have GPUs.
 """
 
 import json
@@ -18,7 +19,7 @@ from tests.e2e.conftest import CONFIG
 from tests.slurm.cluster import Cluster, Job, reason_to_skip, wait_for
 
 ROOT = Path(__file__).parents[2]
-NODES = ("node1", "node2", "node3", "node4", "node5", "node6")
+NODES = ("node1", "node2", "node3", "node4", "node5", "node6", "node7", "node8")
 BESIDE = {"one_process": "node5", "asked": "node6"}  # fixtures, each a run on a node of its own
 # what runs on a node without a job, and the question itself
 IDLE = re.compile(r"slurmd -D|ps -eo|sleep |bash .*cluster\.sh node ")
@@ -137,9 +138,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     base = tmp_path_factory.getbasetemp()
     # The rest of /tmp is each node's own.
     shared = [base, *(path for path in (ROOT, Path(sys.prefix)) if path.is_relative_to("/tmp"))]
-    cluster = Cluster(
-        tmp_path_factory.mktemp("slurm") / "cluster", num_nodes=len(NODES), shared=shared
-    )
+    folder = tmp_path_factory.mktemp("slurm") / "cluster"
+    cluster = Cluster(folder, num_nodes=len(NODES), num_gpu_nodes=2, shared=shared)
     yield cluster
     cluster.close()
 

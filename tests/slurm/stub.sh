@@ -31,7 +31,7 @@ case ${0##*/}-${1:-} in
     wait $!
     ;;
   torchrun-*)
-    echo "GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-} arguments=$*"
+    echo "GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-} gpus=${SLURM_GPUS_ON_NODE:-} arguments=$*"
     if [[ $hang ]]; then trap '' TERM; fi
     mkdir -p "$folder/checkpoints"
     step=$(cat "$folder/checkpoints/latest" 2>/dev/null || echo 0)

@@ -3,6 +3,7 @@
 Times are those of cluster.sh: a job is requeued after 5 s, a silent node is given up after 10 s.
 """
 
+import contextlib
 import re
 import subprocess
 
@@ -38,6 +39,46 @@ def test_a_separate_run_has_addresses_a_token_and_a_log_of_each_node(submit_stub
         assert f"rollout.mode=separate rollout.registry={run.folder}/replicas/{attempt}" in text
         assert "rollout.num_replicas=2" in text
     assert replicas.count("MASTER_ADDR=10.213.7.1 token=64") == 2
+
+
+GPUS = ("--partition=gpus", *TWO)
+
+
+def test_all_gpus_of_the_nodes_are_used_however_they_are_asked_for(submit_stub):
+    """Slurm itself gives the steps none, or all of the job's on one node, or counts them nowhere."""
+    runs = [
+        submit_stub("none_asked %j é", "steps=1", sbatch=GPUS),
+        submit_stub("of_the_job", "steps=1", sbatch=(*GPUS, "--gpus=8")),
+        submit_stub(
+            "of_tasks", "steps=1", sbatch=(*GPUS, "--gpus-per-task=4", "--cpus-per-task=2")
+        ),
+    ]
+    for run in runs:
+        run.ends("COMPLETED", s=40)
+    folders = [run.folder for run in runs]
+
+    folders.append(submit_stub.folder / "allocated")
+    command = ("launch/slurm.sh", "stub.yaml", f"run.dir={submit_stub.folder}", "steps=1")
+    with contextlib.chdir(submit_stub.repository):
+        submit_stub.cluster.login(
+            "salloc", *GPUS, "--gpus-per-node=4", *command, "run.name=allocated"
+        )
+    for folder in folders:
+        logs = [path.read_text() for path in folder.glob("logs/latest/trainer-node*.log")]
+        assert len(logs) == 2
+        for text in logs:
+            assert "gpus=4" in text and "--nproc-per-node 4 " in text, text
+
+
+def test_a_preempted_job_goes_on_though_it_has_saved_nothing(submit_stub):
+    """Its time limit is far away; Slurm ends its steps and gives it 30 s."""
+    run = submit_stub("preempted", "step_s=4", "steps=1", sbatch=GPUS)
+    run.wait_for_log(f"job {run.job.number}.0: ", s=20)
+    wait_for(lambda: "trainer" in run.job.steps(), what="the trainer's step")
+    urgent = ("--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=true")
+    run.job.cluster.login("sbatch", *TWO, *urgent)
+    run.wait_for_log(f"job {run.job.number}.0: preempted", s=40)
+    run.ends("COMPLETED", s=60)
 
 
 def test_a_name_that_means_loopback_on_its_own_node(submit_stub):
