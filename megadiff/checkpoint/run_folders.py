@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from megadiff import __version__
-from megadiff.observe.step_folders import step_folder
+from megadiff.observe.step_folders import step_folder, step_folders
 from megadiff.tensors.model_files import parse_json
 from megadiff.tensors.seals import SEAL_KEY, UNSEALED, check_seal, digest, sealed
 from megadiff.tensors.shards import SHARD_SUFFIX
@@ -27,8 +27,11 @@ CONFIG = "config.yaml"
 
 
 def whole_looking(folder: Path) -> list[Path]:
-    """Return the checkpoint folders that were renamed into place, oldest first."""
-    return sorted(path for path in folder.glob("step_*") if path.is_dir())
+    """Return the checkpoint folders that were renamed into place, oldest first.
+
+    A copy of the user's, as step_000010_best, is none: it would be resumed from, and removed.
+    """
+    return [path for _, path in step_folders(folder)]
 
 
 def fresh_folder(folder: Path) -> None:
@@ -50,7 +53,6 @@ def chosen_checkpoint(run: Path, *, step: int | None) -> Path:
     if not folders:
         raise ValueError(f"{run}/checkpoints holds no checkpoint (step_…)")
 
-    # names sort by step
     if step is None:
         return folders[-1]
     chosen = step_folder(run / "checkpoints", step)

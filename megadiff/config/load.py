@@ -6,6 +6,7 @@ A typo or a wrong type is a ConfigError with the full key and a near match.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -175,7 +176,8 @@ def _check_kinds(source: str, schema: dict, layer: dict, prefix: str = "") -> No
 def _layers(arguments: Sequence[str]) -> Iterable[tuple[str, DictConfig]]:
     for argument in arguments:
         # A file may have "=" in its name.
-        if "=" in argument and not Path(argument).exists():
+        # Not Path.exists(), which raises for a text of more than 255 bytes.
+        if "=" in argument and not os.path.exists(argument):
             yield f"argument {argument!r}", _override(argument)
         else:
             yield argument, _read_yaml(Path(argument))

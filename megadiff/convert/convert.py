@@ -104,6 +104,11 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> No
 def _choose_job(source: Source, options: Options) -> Job:
     to = options.to
     if to in BACKENDS:
+        if options.raw:
+            raise ValueError(
+                f"--raw leaves out the running average, and a checkpoint (--to {to}) keeps it "
+                "beside the weights; leave --raw out, or convert to diffusers"
+            )
         if options.dtype == "bfloat16":
             raise ValueError(
                 f"--dtype bfloat16: checkpoints (--to {to}) hold float32, of which engines make "

@@ -172,6 +172,9 @@ def _open_checkpoint(folder: Path, *, base: Path | None, raw: bool, family: str)
 
     shapes = _trained_shapes(model, spec)
     _check_state(state, shapes, folder=folder, base=model)
+    if raw and not any(name.startswith(f"{AVERAGED}/") for name in state):
+        raise ValueError(f"--raw is for checkpoints with a running average, and {folder} has none")
+
     policy = {}
     for component, shapes_of_component in shapes.items():
         # A component has averages of all its parameters, or of none.

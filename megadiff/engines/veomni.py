@@ -42,6 +42,7 @@ from megadiff.engines.optimizer import build_adamw
 from megadiff.engines.sharded import ShardedEngine
 from megadiff.engines.shared_base import WithheldBase, build_base, shares_base
 from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel.collectives import all_reduce_max
 from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
@@ -112,7 +113,10 @@ class VeOmniEngine(ShardedEngine):
         self._fsdp_modules = [
             module for module in transformer.modules() if isinstance(module, FSDPModule)
         ]
-        self._sync_every_microbatch = _too_large(self._parameters, config.engine.dtype, mesh.device)
+        # Of GPUs of several sizes: a rank that reduced alone would wait for ever.
+        too_large = float(_too_large(self._parameters, config.engine.dtype, mesh.device))
+        agreed_on = all_reduce_max({"too_large": too_large}, mesh.cpu_group)
+        self._sync_every_microbatch = agreed_on["too_large"] > 0
         self._are_whole = False  # all weights, from one microbatch to the next
         self.gradient_scale = mesh.dp if adapter.veomni_splits_tokens else mesh.dp * mesh.sp
 

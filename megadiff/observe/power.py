@@ -12,9 +12,12 @@ logger = logging.getLogger(__name__)
 
 
 class PowerMeter:
-    """Return the mean power between calls of pop(). energy_j: joules from any beginning on."""
+    """Return the mean power between calls of pop().
 
-    def __init__(self, energy_j: Callable[[], float]) -> None:
+    energy_j: joules from any beginning on; None where the GPU does not say.
+    """
+
+    def __init__(self, energy_j: Callable[[], float | None]) -> None:
         self._energy_j = energy_j
         self._last_j = energy_j()
         self._last_s = time.monotonic()
@@ -22,10 +25,14 @@ class PowerMeter:
     def pop(self) -> float:
         """Return the mean watts since the last call; 0 where the counter says nothing."""
         now_j = self._energy_j()
+        if now_j is None:
+            return 0.0
+
         now_s = time.monotonic()
+        watts = 0.0
         # A driver that is loaded again counts from 0.
-        joules = max(0.0, now_j - self._last_j)
-        watts = joules / max(now_s - self._last_s, 1e-3)
+        if self._last_j is not None and now_j > self._last_j:
+            watts = (now_j - self._last_j) / max(now_s - self._last_s, 1e-3)
         self._last_j = now_j
         self._last_s = now_s
         return watts
@@ -48,11 +55,11 @@ def power_meter(device: torch.device) -> PowerMeter | None:
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
 
-        def energy_j() -> float:
+        def energy_j() -> float | None:
             try:
                 return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
             except pynvml.NVMLError:  # a lost GPU says so where it works, too
-                return 0.0
+                return None
 
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         return PowerMeter(energy_j)

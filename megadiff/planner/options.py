@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from megadiff.parallel.mesh import GPUS_PER_NODE
 from megadiff.planner.communication import NETWORK_GBS_PER_GPU
@@ -64,9 +65,9 @@ def machine_of(options: argparse.Namespace) -> Machine:
     names = ("world_size", "nodes", "gpus_per_node", "network_gbs", "host_gib", "text_tokens")
     for name in names:
         value = getattr(options, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} {value} < 1; give a positive number")
+            raise ValueError(f"--{flag} {value} is not a positive finite number; give one")
     world_size, gpus_per_node = _sizes(options)
 
     if not 0 <= options.headroom < 1:
@@ -75,7 +76,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
         )
 
     gib = USABLE_GIB[options.gpu] if options.memory_gib is None else options.memory_gib
-    if gib <= 0:
+    if not 0 < gib < math.inf:
         raise ValueError(f"--memory-gib {gib} is not positive; give the memory of one GPU")
     if world_size > gpus_per_node and world_size % gpus_per_node:
         raise ValueError(

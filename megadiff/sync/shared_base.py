@@ -26,7 +26,7 @@ from megadiff.process.allocator import fixed_segments
 from megadiff.sync.bucket import ALIGNMENT, Bucket, bucket_manifest
 from megadiff.sync.transports import cuda_ipc
 from megadiff.sync.transports.base import PushTarget, Transport
-from megadiff.sync.transports.shared_memory import FOLDER, bucket_file, locate
+from megadiff.sync.transports.shared_memory import FOLDER, bucket_file, locate, sweep
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import DTYPES, JsonObject, Shapes, Tensors
 
@@ -78,6 +78,7 @@ class SharedBase:
             with fixed_segments():
                 self._flat = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         else:
+            sweep()  # its own dead process may hold the room that it needs
             path = self._removal.enter_context(bucket_file())
             weakref.finalize(self, self._removal.close)
             self._file = path.name

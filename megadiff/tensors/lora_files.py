@@ -38,7 +38,11 @@ NEUTRAL = {
     "layer_replication": None,
     "rank_pattern": None,
     "alpha_pattern": None,
+    "alora_invocation_tokens": None,
 }
+# Values of peft's init_lora_weights that leave the base as it was. PiSSA, OLoRA, CorDA, LoftQ and
+# LoRA-GA change it: their A and B belong to other weights than the file says.
+KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +230,14 @@ def _alpha(config: Mapping[str, object], rank: int, path: Path) -> float:
         raise ValueError(
             f"{path}: {', '.join(odd)} is more than A and B of one rank and alpha, which is all "
             "megadiff takes"
+        )
+
+    init = config.get("init_lora_weights")
+    if init not in KEEPS_BASE:
+        raise ValueError(
+            f"{path}: init_lora_weights={init!r:.80}: such an adapter belongs to a base that peft "
+            "has changed, not to the model's own weights; save it anew, with "
+            "path_initial_model_for_weight_conversion, which makes a plain LoRA of it"
         )
 
     rank_said = config.get("r", rank)

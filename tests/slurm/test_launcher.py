@@ -45,7 +45,7 @@ GPUS = ("--partition=gpus", *TWO)
 
 
 def test_all_gpus_of_the_nodes_are_used_however_they_are_asked_for(submit_stub):
-    """Slurm itself gives the steps none, or all of the job's on one node, or counts them nowhere."""
+    """Slurm gives the steps none, or all of the job on one node, or counts them nowhere."""
     runs = [
         submit_stub("none_asked %j é", "steps=1", sbatch=GPUS),
         submit_stub("of_the_job", "steps=1", sbatch=(*GPUS, "--gpus=8")),

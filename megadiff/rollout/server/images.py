@@ -114,7 +114,9 @@ async def answer_images(app: Any, replica: Replica, scope: Any, receive: Any, se
             replica.stoppable(receive, timeout_s=limits.image_answer_s) as stop,
         ):
             stoppable = request | {"extra_params": {STOP_KEY: str(stop.path)}}
-            answer = await _vllm_omni_answer(app, scope, stoppable)
+            # A run's calls behind it wait: the engine may compile for this size.
+            with replica.progress.drawing(_shape(request)):
+                answer = await _vllm_omni_answer(app, scope, stoppable)
     finally:
         replica.num_image_calls -= 1
 
@@ -127,6 +129,12 @@ async def answer_images(app: Any, replica: Replica, scope: Any, receive: Any, se
         replica.load.num_drawn += num_images
     for message in answer:
         await send(message)
+
+
+def _shape(request: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what decides how long a request takes."""
+    keys = ("size", "n", "num_inference_steps", "guidance_scale", "true_cfg_scale")
+    return (IMAGES_PATH, *(str(request.get(key)) for key in keys))
 
 
 async def _vllm_omni_answer(app: Any, scope: Any, request: dict[str, Any]) -> list[Any]:

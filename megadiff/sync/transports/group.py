@@ -196,7 +196,9 @@ class GroupTransport(Transport):
         self._lose(requests, silent or deprived, reason=str(causes[0]))
         raise SyncError(
             f"the group of the trainer and {self._suspects(requests, others)} broke; see the "
-            f"replicas' logs: {causes[0]}"
+            f"replicas' logs: {causes[0]}. A bucket may take {self.timeout_s:g} s, half of "
+            f"rollout.heartbeat_s and at most {TIMEOUT_S:g}: on a slow network lower "
+            "sync.bucket_mib, or set sync.transport=http"
         ) from causes[0]
 
     def _own_failure(self, requests: Sequence[Future[None]]) -> BaseException | None:

@@ -83,7 +83,8 @@ def broadcast(group: dist.ProcessGroup, flat: Tensor, *, timeout_s: float) -> Fu
             if time.monotonic() > deadline:
                 raise TimeoutError(f"a broadcast of {len(flat)} bytes took over {timeout_s:g} s")
             time.sleep(POLL_S)
-        work.wait()
+        # With a timeout: only then does NCCL raise the error that it ended by.
+        work.wait(timedelta(seconds=timeout_s))
 
     return in_background(finish)
 

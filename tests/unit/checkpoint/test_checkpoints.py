@@ -138,6 +138,21 @@ def test_checkpoints_of_a_history_that_was_given_up_do_not_win(tmp_path, resume)
     assert len(list(checkpoints.folder.glob("given_up_step_*"))) == 2
 
 
+def test_a_users_copy_is_neither_resumed_from_nor_removed(tmp_path):
+    checkpoints = _checkpoints(tmp_path, keep=1)
+    _save_steps(checkpoints, [10])
+    for name in ("step_000010_best", "step_000030_before_lr_change", "step_final"):
+        shutil.copytree(checkpoints.folder / "step_000010", checkpoints.folder / name)
+    _save_steps(checkpoints, [20])
+    assert _load(_checkpoints(tmp_path)).step == 20
+    assert sorted(path.name for path in checkpoints.folder.glob("step_*")) == [
+        "step_000010_best",
+        "step_000020",
+        "step_000030_before_lr_change",
+        "step_final",
+    ]
+
+
 def test_full_disk_leaves_the_earlier_ones(tmp_path, monkeypatch):
     checkpoints = _checkpoints(tmp_path)
     _save_steps(checkpoints, [1])

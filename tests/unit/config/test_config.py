@@ -87,6 +87,12 @@ def test_mistakes_are_named(base, override, text):
         load_config([base, override])
 
 
+def test_a_long_setting_is_no_file(base):
+    targets = [f"blocks.{index}.attn.to_q" for index in range(20)]
+    config = load_config([base, f"lora.targets=[{','.join(targets)}]"])
+    assert list(config.lora.targets) == targets
+
+
 def test_null_removes_a_reward_that_an_earlier_layer_brought(base, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("reward: {color: null, text: {type: ocr}}")

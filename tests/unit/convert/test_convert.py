@@ -166,7 +166,7 @@ def test_optimizer_state_average_and_position_move_with_the_weights(
 
 @pytest.mark.parametrize(("options", "kind"), [((), "average"), (("--raw",), "model")])
 def test_the_average_is_exported_where_there_is_one(
-    tiny_model: Path, tmp_path: Path, options, kind: str
+    tiny_model: Path, tmp_path: Path, options, kind: str, capsys
 ) -> None:
     state = policy_state(tiny_model, {"model": 1.0, "average": 0.5})
     for step in (7, 12):
@@ -174,6 +174,9 @@ def test_the_average_is_exported_where_there_is_one(
         write_checkpoint(
             tmp_path / "run" / "checkpoints" / f"step_{step:06d}", scaled, tiny_model, step=step
         )
+    if options:
+        assert run(tmp_path / "run", tmp_path / "out", "--to", "fsdp", "--dp", 2, *options) == 2
+        assert "--raw leaves out the running average, and a checkpoint" in capsys.readouterr().err
     for step, chosen in ((12, ()), (7, ("--step", 7))):
         out = tmp_path / f"out{step}"
         assert run(tmp_path / "run", out, *options, *chosen) == 0

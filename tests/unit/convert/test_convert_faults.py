@@ -221,6 +221,7 @@ def test_what_can_not_be_converted_is_said(
         ([tiny_model / "vae"], "is a 'AutoencoderKLQwenImage'; supported components: "),
         ([tiny_model, "--base", tiny_model], "is a whole model"),
         ([tiny_model, "--raw"], "--raw is for checkpoints"),
+        ([run_folder, "--raw"], "--raw is for checkpoints with a running average, and"),
         ([tiny_model, "--step", 3], "is no run's folder"),
         ([run_folder, "--step", 3], "has no checkpoint of step 3, but step_000007"),
         ([tiny_model, "--to", "megatron"], "--to megatron needs --tp N"),

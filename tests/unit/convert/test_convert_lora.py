@@ -289,6 +289,7 @@ def test_tensors_that_are_no_lora_of_the_model(
         ({"use_rslora": "false"}, "use_rslora='false' must be true or false"),
         ({"use_dora": True}, "use_dora=True is more than A and B"),
         ({"alpha_pattern": {"to_q": 3}}, "alpha_pattern={'to_q': 3} is more than A and B"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4': such an adap"),
     ],
 )
 def test_settings_that_would_be_lost_are_refused(

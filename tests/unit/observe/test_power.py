@@ -18,6 +18,12 @@ def test_power_is_energy_over_time_since_the_last_call(monkeypatch):
     now[0] += 1
     joules[0] = 3.0  # the driver was loaded again
     assert meter.pop() == 0
+    now[0] += 1
+    joules[0] = None  # once it does not say
+    assert meter.pop() == 0
+    now[0] += 1
+    joules[0] = 1403.0
+    assert meter.pop() == pytest.approx(700)
 
 
 def test_a_cpu_has_no_meter():

@@ -36,7 +36,13 @@ def test_without_a_peak_or_seconds_there_is_no_share():
 
 def test_the_longer_name_is_looked_at_first(monkeypatch):
     cuda = torch.device("cuda")
-    names = {"NVIDIA H100 PCIe": 756.0, "NVIDIA H100 80GB HBM3": 989.4, "Another": None}
+    names = {
+        "NVIDIA H100 PCIe": 756.0,
+        "NVIDIA H100 80GB HBM3": 989.4,
+        "NVIDIA H200 NVL": 835.0,
+        "NVIDIA H200": 989.4,
+        "Another": None,
+    }
     for name, peak in names.items():
         monkeypatch.setattr(module.torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_tflops(cuda) == peak

@@ -195,10 +195,12 @@ def test_layouts_that_cannot_run_share_a_line(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--world-size", "0"), "--world-size 0 < 1"),
+        (("--world-size", "0"), "--world-size 0 is not a positive"),
         (("--world-size", "12"), "--world-size 12 is not a multiple of --gpus-per-node 8"),
         (("--world-size", "4", "--headroom", "1.5"), "--headroom 1.5 is not in [0, 1)"),
         (("--world-size", "4", "--memory-gib", "-1"), "--memory-gib -1.0 is not positive"),
+        (("--world-size", "4", "--memory-gib", "nan"), "--memory-gib nan is not positive"),
+        (("--world-size", "4", "--host-gib", "inf"), "--host-gib inf is not a positive finite"),
         (("--world-size", "4", "train.microbatchsize=2"), "did you mean train.microbatch_size?"),
         (
             ("--world-size", "4", "rollout.height=500"),

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from megadiff.sync.transports import group, transfers
 from megadiff.sync.transports.base import GroupBrokeError, SyncError
@@ -204,6 +205,25 @@ def test_a_description_of_no_group(key):
 def test_a_trainer_cannot_hold_a_worker_for_longer_than_the_workers_own_limit(timeout_s):
     with pytest.raises(ValueError, match="must be above 0 and at most 30"):
         Member(CPU, worker=0).join(DESCRIPTION | {"timeout_s": timeout_s})
+
+
+def test_a_broadcast_that_ends_by_an_error_is_no_success():
+    """NCCL's work is complete then, and a wait() without a timeout says nothing."""
+
+    class Work:
+        def is_completed(self):
+            return True
+
+        def wait(self, timeout=None):
+            if timeout is not None:
+                raise RuntimeError("NCCL communicator was aborted")
+
+    class Group:
+        def broadcast(self, tensors, options):
+            return Work()
+
+    with pytest.raises(RuntimeError, match="communicator was aborted"):
+        transfers.broadcast(Group(), torch.zeros(4), timeout_s=1.0).result(5)
 
 
 def test_a_message_of_another_size_or_bucket_is_not_taken():
