@@ -28,13 +28,16 @@ die() {
   exit 1
 }
 
+fits() {
+  "$1" -c "import sys, venv, ensurepip
+sys.exit(not (${OLDEST[$set]}) <= sys.version_info < (3, 13))" 2>/dev/null
+}
+
 find_python() {
   local candidate
-  local is_fit="import sys, venv, ensurepip
-sys.exit(not (${OLDEST[$set]}) <= sys.version_info < (3, 13))"
   # shellcheck disable=SC2086  # a list of words
   for candidate in ${PYTHON:+"$PYTHON"} ${PYTHONS[$set]}; do
-    if "$candidate" -c "$is_fit" 2>/dev/null; then
+    if fits "$candidate"; then
       echo "$candidate"
       return
     fi
@@ -115,19 +118,22 @@ if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && "$VENV/bin/python" -c '' 2>/d
   exit 0
 fi
 
-if [[ -f $stamp && $(<"$stamp") != "$set"* ]]; then
+# Also where that set was interrupted, and has no stamp yet.
+set_file=$VENV/setup-set
+if [[ -f $stamp && $(<"$stamp") != "$set"* || -f $set_file && $(<"$set_file") != "$set" ]]; then
   die ".venv holds the other set, and two torches would mix; remove it first (rm -r .venv)," \
     "or set up $set in another clone"
 fi
 
 started=$SECONDS
 rm -f "$stamp"
-if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
+if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null || ! fits "$VENV/bin/python"; then
   python=$(find_python)
   check_disk "${NEEDED_GIB[$set]}"
   rm -rf "$VENV"
   "$python" -m venv "$VENV"
 fi
+printf '%s' "$set" >"$set_file"
 : >"$LOG"
 pip_install --no-deps "$(grep -E '^uv==' "$lock")" || true
 torch=$(grep -E '^torch==' "$lock")

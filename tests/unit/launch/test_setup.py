@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-# Says how it was called, and with which build variables; `-c` is a check that succeeds.
+# Says how it was called, and with which build variables; `-c` is a check that succeeds. With FAIL
+# the project itself does not install.
 STUB = f"""#!{sys.executable}
 import os, sys
 with open(os.environ["CALLS"], "a") as file:
     file.write(" ".join([os.environ.get("NVTE_FRAMEWORK", "-"), *sys.argv[1:]]) + "\\n")
+sys.exit(bool(os.environ.get("FAIL")) and sys.argv[-2:] == ["-e", "."])
 """
 
 
@@ -67,6 +69,15 @@ def test_without_te_it_is_not_installed(setup, tmp_path):
     again, calls = setup("gpu")
     assert "up to date" in again.stdout
     assert any("requirements-te" in call for call in setup("gpu", "--te", CUDA_HOME=home)[1])
+
+
+def test_an_interrupted_set_is_not_mixed_with_the_other(setup):
+    failed, _ = setup("cpu", FAIL="1")
+    assert failed.returncode != 0
+    done, calls = setup("gpu")
+    assert done.returncode == 1 and ".venv holds the other set" in done.stderr
+    assert not any("uv_install.py" in call for call in calls)
+    assert setup("cpu")[0].returncode == 0
 
 
 @pytest.mark.parametrize(
