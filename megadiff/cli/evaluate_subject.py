@@ -88,7 +88,7 @@ def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[S
     check_judges(config, all_used=False)  # --reward may leave some without use
     adapter = checked_adapter(config)
 
-    prompts = read_prompts(config, config.eval.prompts, adapter)
+    prompts = read_prompts(config, config.eval.prompts, adapter, key="eval.prompts")
     plan = spread(prompts, config.eval.num_samples)
     adapter.check_prompts(prompts)
 

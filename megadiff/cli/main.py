@@ -29,7 +29,7 @@ COMMANDS = {  # name → (module that has its main(), what it does)
     ),
     "convert": (
         "megadiff.convert.command",
-        "weights between diffusers, checkpoints of any layout, LoRA files: SRC DST --to FORMAT",
+        "weights between diffusers, checkpoints of any layout, LoRA files: SRC DST [--to FORMAT]",
     ),
     "prompts": (
         "megadiff.cli.prompts",

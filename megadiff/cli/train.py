@@ -5,7 +5,8 @@ On several GPUs: torchrun --nproc-per-node N -m megadiff.cli.main train …
 Config files are merged left to right, then key=value. --dry-run checks everything, prints the
 resolved config, the schedule with its stochastic window and the batch arithmetic, and stops.
 Exit codes: 0 done, 1 the run failed, 2 the config is wrong, 143 stopped by SIGTERM, 130 by Ctrl-C,
-75 stopped by SIGUSR1 or the file `stop` in the run's folder: start it again, and it goes on.
+129 by a terminal that closes, 75 stopped by SIGUSR1 or the file `stop` in the run's folder: start
+it again, and it goes on.
 A stopped run leaves the file `stopped` in its folder, as torchrun turns all codes but 0 into 1.
 """
 

@@ -42,7 +42,7 @@ class AlgorithmConfig:
     )
     old_log_prob: str = key(
         "rollout",
-        "Old log_probs come from the replica, the trainer, or by the parity gap (auto).",
+        "Old log_probs come from the replica, the trainer, or (auto) whom the parity gap allows.",
         choices=("rollout", "recompute", "auto"),
     )
     kl_limit: float = key(

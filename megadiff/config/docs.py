@@ -19,8 +19,8 @@ SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
 MARKDOWN_HEAD = """# Configuration
 
 `megadiff train CONFIG.yaml key=value …` merges yaml files and overrides from left to right. The
-later one wins. Set what has no default, and take the rest from a recipe.
-A key without a default must be given. `megadiff train --help-config` prints this page as text.
+later one wins. Keys without a default must be given; recipes set most of them.
+`megadiff train --help-config` prints this page as text.
 
 A relative path is relative to the folder in which the command is started, wherever the yaml file
 lies. The launchers start it in the repository: give them absolute paths. Only the files that a

@@ -63,7 +63,8 @@ class RolloutConfig:
     )
     # Early steps decide what is in an image; late ones only its details.
     sde_window_range: list[int] = key(
-        [0, 5], "Windows lie within these steps, the second one and the last step excluded."
+        [0, 5],
+        "Windows lie within [first, second). The last step of all never has noise.",
     )
     # MixGRPO, arXiv 2507.21802, moves it after 25 steps.
     sde_window_moves: int = key(
@@ -104,7 +105,7 @@ class RolloutConfig:
     tp: int = key(1, "This many GPUs share the weights of a replica.", at_least=1, at_most=1024)
     sleep: str = key(
         "auto",
-        "Colocated replicas free their weights while the trainer works; auto: if all are pushed.",
+        "Colocated replicas free their weights while the trainer works; auto: if a push has all.",
         choices=("auto", "always", "never"),
     )
     # A 20 B model takes minutes from a network disk.
@@ -125,7 +126,7 @@ class RolloutConfig:
     )
     max_restarts: int = key(
         3,
-        "A replica is started again so often in a row, without a finished step in between.",
+        "A replica is started again at most so often in a row without a finished step.",
         at_least=0,
         at_most=1000,
     )

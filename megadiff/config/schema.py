@@ -92,7 +92,7 @@ class TrainConfig:
     )
     component_weighting: str = key(
         "share",
-        "A component counts by its number of samples and steps (share), or each alike (equal).",
+        "Components weigh in the loss by their (sample, step) pairs (share), or alike (equal).",
         choices=("share", "equal"),
     )
 
@@ -295,5 +295,7 @@ class Config:
         ["tensorboard"], "Metrics go to these trackers as well as to metrics.jsonl."
     )
     sample_every: int = key(
-        10, "Sample images are saved every so many steps; 0 saves none.", at_least=0
+        10,
+        "Sample images are saved every so many steps, at the first and the last; 0 saves none.",
+        at_least=0,
     )

@@ -27,6 +27,7 @@ def load_prompts(
     *,
     max_chars: int,
     check_images: Callable[[tuple[str, ...]], object] | None = None,
+    key: str = "data.prompts",
 ) -> list[Prompt]:
     """Return all prompts of a file, in its order.
 
@@ -37,6 +38,7 @@ def load_prompts(
     check_images: where the model is given images. Every row then has an `image`, or `images`: files
     named relative to the prompt file's folder. It is called with the files of a row, once for equal
     ones, and raises ValueError for what cannot be given. Without it they are columns like others.
+    key: of the config, which names the file; for messages.
     Equal prompts stay. They share an id; two of them in one step get different samples.
     Raises ValueError, with file and line, for a missing or empty file, another suffix, a row that
     is not as above and images that are refused.
@@ -45,15 +47,15 @@ def load_prompts(
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise ValueError(
-            f"data.prompts={path}: unknown suffix {path.suffix!r}; known: {', '.join(READERS)}"
+            f"{key}={path}: unknown suffix {path.suffix!r}; known: {', '.join(READERS)}"
         )
     if not path.is_file():
         reason = "not a file" if path.exists() else "no such file"
-        raise ValueError(f"data.prompts={path}: {reason}; set data.prompts")
+        raise ValueError(f"{key}={path}: {reason}; set {key}")
 
     rows = list(reader(path))
     if not rows:
-        raise ValueError(f"data.prompts={path}: holds 0 prompts, need at least 1")
+        raise ValueError(f"{key}={path}: holds 0 prompts, need at least 1")
 
     folder = path.parent if check_images else None
     prompts = [_prompt(where, row, max_chars, folder=folder) for where, row in rows]

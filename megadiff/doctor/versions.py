@@ -92,7 +92,7 @@ def _python(facts: Installed) -> Finding:
     text = f"{facts.python}; tested are {tested}"
     if _minor(facts.python) in versions.PYTHON:
         return ok("python", text)
-    return error("python", text, fix="PYTHON=/path/to/python3.11 launch/setup.sh")
+    return error("python", text, fix="PYTHON=/path/to/python3.12 launch/setup.sh")
 
 
 def _engines(facts: Installed) -> Iterator[Finding]:

@@ -153,12 +153,19 @@ def _checked_adapter(
     return adapter
 
 
-def read_prompts(config: Config, path: str, adapter: ModelAdapter) -> list[Prompt]:
-    """Load prompts by the config's limits. Where the model is given images, check them too."""
+def read_prompts(
+    config: Config, path: str, adapter: ModelAdapter, *, key: str = "data.prompts"
+) -> list[Prompt]:
+    """Load prompts by the config's limits. Where the model is given images, check them too.
+
+    key: of the config, that names the file.
+    """
     check_images = None
     if config.rollout.images:
         check_images = partial(_check_images, adapter=adapter, sampling=sampling_of(config.rollout))
-    return load_prompts(path, max_chars=config.data.max_prompt_chars, check_images=check_images)
+    return load_prompts(
+        path, max_chars=config.data.max_prompt_chars, check_images=check_images, key=key
+    )
 
 
 def _check_images(files: tuple[str, ...], *, adapter: ModelAdapter, sampling: Sampling) -> None:
@@ -180,6 +187,6 @@ def eval_prompts(config: Config, adapter: ModelAdapter) -> list[Prompt]:
     """
     if not config.eval.every:
         return []
-    prompts = read_prompts(config, config.eval.prompts, adapter)
+    prompts = read_prompts(config, config.eval.prompts, adapter, key="eval.prompts")
     spread(prompts, config.eval.num_samples)
     return prompts

@@ -90,7 +90,7 @@ def node_lines(config: Config, *, world_size: int, ranks_per_node: int) -> list[
         replicas = counted(rollout.num_replicas, "replica")
         lines.append(
             f"other nodes: you start {replicas} (rollout.tp={rollout.tp}): "
-            f"megadiff serve MODEL --host ADDRESS --port 0 --registry {rollout.registry}"
+            "launch/serve.sh N, then this command's configs and settings"
         )
 
     return lines

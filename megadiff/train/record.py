@@ -174,9 +174,12 @@ class Recorder:
             self.progress_bar.update(step, metrics)
         self._record_s += time.perf_counter() - start_s
         self.recorded_step = step
-        if samples and (
-            step == 1
-            or is_due(self.config.sample_every, step, num_steps=self.config.train.num_steps)
+        every = self.config.sample_every
+        is_first = step == 1
+        if (
+            samples
+            and every
+            and (is_first or is_due(every, step, num_steps=self.config.train.num_steps))
         ):
             self.trackers.images(step, samples())
 
