@@ -42,6 +42,7 @@ from megadiff.parallel import megatron_cpu
 from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import Placement, is_lora
+from megadiff.process.garbage import collection_paused
 from megadiff.process.versions import MEGATRON_CORE, check_version
 from megadiff.tensors.flat_shards import flat_shards
 from megadiff.tensors.shards import TRAINED, Shard, ShardFolder
@@ -59,9 +60,10 @@ class MegatronEngine(ShardedEngine):
         """Build the sharded module and load the component of model.path, each rank its shards."""
         _prepare_import()
         # after _prepare_import(), which silences what the import would log
-        from megatron.core import parallel_state
+        with collection_paused():
+            from megatron.core import parallel_state
 
-        from megadiff.parallel.tensor_parallel import init_parallel_state
+            from megadiff.parallel.tensor_parallel import init_parallel_state
 
         init_parallel_state(mesh)
         self._tp_group = parallel_state.get_tensor_model_parallel_group()

@@ -47,6 +47,7 @@ from megadiff.parallel.lora import Adapters, adapt_linears
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
 from megadiff.parallel.recompute import recompute_blocks
+from megadiff.process.garbage import collection_paused
 from megadiff.process.versions import MEGATRON_CORE, VEOMNI, check_version
 from megadiff.sync.shared_base import SharedBase
 from megadiff.tensors.shards import Shard
@@ -359,7 +360,12 @@ def _prepare_library(mesh: Mesh) -> None:
     if mesh.device.type == "cpu" and not hasattr(torch.cpu, "empty_cache"):
         # VeOmni calls it on whatever device it finds
         torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]  # that is why
-    from veomni.distributed.parallel_state import init_parallel_state, set_parallel_state
+    # All that is used here: a rank's start waits for it.
+    with collection_paused():
+        import veomni.arguments
+        import veomni.distributed.torch_parallelize
+        import veomni.models  # noqa: F401
+        from veomni.distributed.parallel_state import init_parallel_state, set_parallel_state
 
     state = init_parallel_state(
         dp_size=mesh.dp,

@@ -109,7 +109,7 @@ def load_model(folder: Path, weights: str | None) -> CLIPModel:
     model: CLIPModel
     report: dict[str, set]
     # Its report, since missing tensors get random values with no more than a warning.
-    model, report = CLIPModel.from_pretrained(  # type: ignore[misc]  # typed without the report
+    model, report = CLIPModel.from_pretrained(
         None,
         config=load_config(folder),
         state_dict=state,

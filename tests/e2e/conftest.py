@@ -63,7 +63,7 @@ class Trainer:
                 "--standalone",
                 f"--nproc-per-node={num_processes}",
             ]
-            launcher = [sys.executable, "-m", *torchrun, "-m", "megadiff.cli.train"]
+            launcher = [sys.executable, "-m", *torchrun, "-m", "megadiff.cli.main", "train"]
         base = self.folder / "base.yaml"
         base.write_text(CONFIG)
         fixed = [f"run.dir={self.folder}", f"run.name={name}", f"model.path={self.model}"]

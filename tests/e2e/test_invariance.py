@@ -69,7 +69,7 @@ def test_colocated_on_two_nodes(trainer, reference):
     launcher += ["--master-addr=127.0.0.1", f"--master-port={port}"]
     nodes = [
         subprocess.Popen(
-            [*launcher, f"--node-rank={node}", "-m", "megadiff.cli.train", *command],
+            [*launcher, f"--node-rank={node}", "-m", "megadiff.cli.main", "train", *command],
             stderr=subprocess.PIPE,
             text=True,
             env=ENVIRONMENT,

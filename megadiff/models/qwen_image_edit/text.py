@@ -39,9 +39,7 @@ class PictureProcessor(Qwen2VLProcessor):
         super().__init__(image_processor, tokenizer)
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]  # as the pipelines call it
-        cls, model_folder: Path | str, **_: object
-    ) -> PictureProcessor:
+    def from_pretrained(cls, model_folder: Path | str, **_: object) -> PictureProcessor:
         """Read a pipeline folder's image processor and tokenizer."""
         # from its module: the package's own door to this class asks for torchvision
         from transformers import Qwen2Tokenizer

@@ -14,9 +14,7 @@ from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 # How long who reads a queue between server and workers spins after a message, before it waits for
 # the next. vLLM's own second takes a core from trainers that share this machine's few.
 SPIN_S = 0.01
-SpinCondition.__init__ = partialmethod(  # type: ignore[assignment, method-assign]
-    SpinCondition.__init__, busy_loop_s=SPIN_S
-)
+SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=SPIN_S)
 
 
 def _always(answer: object) -> Any:

@@ -93,7 +93,7 @@ def _without_kernel(self: SiluAndMul, *, compile_native: bool = True) -> None:
     super(SiluAndMul, self).__init__(compile_native=compile_native)
 
 
-SiluAndMul.__init__ = _without_kernel  # type: ignore[method-assign]  # patched
+SiluAndMul.__init__ = _without_kernel
 layer_utils.dispatch_cpu_unquantized_gemm = _keep_linear_weight
 # AttentionImpl.forward knows the in-tree platforms only. Patched on SDPAImpl itself, because
 # vllm-omni's float32 fallback creates one directly, past the platform's choice of backend.
