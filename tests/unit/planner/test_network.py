@@ -197,8 +197,8 @@ def test_nodes_and_gpus_a_node(capsys):
         ("", "neither --world-size nor --nodes is given"),
         ("--nodes 3 --world-size 16", "--world-size 16 is not --nodes 3; leave one of them out"),
         ("--nodes 2 --world-size 16 --gpus-per-node 4", "--nodes 2 of --gpus-per-node 4"),
-        ("--nodes 0", "--nodes 0 < 1"),
-        ("--nodes 2 --network-gbs -1", "--network-gbs -1.0 < 1"),
+        ("--nodes 0", "--nodes 0 is not a positive"),
+        ("--nodes 2 --network-gbs -1", "--network-gbs -1.0 is not a positive"),
     ],
 )
 def test_wrong_sizes_are_refused(capsys, arguments, message):
