@@ -255,9 +255,10 @@ class ReplicaSession:
             for index, group in self._fleet.generate(asked)
         }
         if len(groups) < len(requests):
+            why = "; ".join(loss.reason for loss in self._fleet.lost.values())
             raise ReplicaDied(
-                f"{len(groups)} of {len(requests)} prompts were drawn, then no replica was left; "
-                "close this one and open another"
+                f"{len(groups)} of {len(requests)} prompts were drawn, then no replica was left "
+                f"({why}); close this one and open another"
             )
 
         return [groups[index] for index in range(len(requests))]
@@ -283,7 +284,8 @@ def _alone(config: Config) -> Config:
     """Return the config of a replica without a trainer."""
     parallel = replace(config.parallel, dp=0, dp_replicate=1, sp=1, tp=1)
     lora = replace(config.lora, shared_base="never")
-    return replace(config, parallel=parallel, lora=lora)
+    sync = replace(config.sync, folder="")  # a run may be writing there
+    return replace(config, parallel=parallel, lora=lora, sync=sync)
 
 
 def _prompt(prompt: str | Prompt) -> Prompt:

@@ -16,13 +16,15 @@ import argparse
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
+import torch.distributed as dist
 from tqdm import tqdm
 
 from megadiff.checkpoint.base_weights import base_weights
@@ -53,12 +55,14 @@ from megadiff.train.connect import Connection, connect
 from megadiff.train.evaluate import Plan, evaluate
 from megadiff.train.judges import Judges, launch_judges
 from megadiff.train.run import run_folder
+from megadiff.train.run_lock import lock
 from megadiff.train.run_replicas import RunReplicas
 from megadiff.train.sampling import Redrawable, open_rewards, sampling_of
 
 logger = logging.getLogger(__name__)
 COMPARISON_NAME = "comparison.json"
 PROGRESS_S = 10.0  # between two log lines, where there is no terminal
+_MESHES = threading.Lock()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,10 +120,12 @@ def evaluate_target(options: argparse.Namespace, config_arguments: list[str]) ->
     """
     comparison = None
     subject, plan = resolve(options, config_arguments)
-    # An earlier one, of a --force, would be of another evaluation.
-    (subject.folder / COMPARISON_NAME).unlink(missing_ok=True)
 
     with ExitStack() as stack:
+        # Two would end each other's replicas; of a run's folder as well.
+        lock(subject.folder, stack, wait_s=0)
+        # An earlier one, of a --force, would be of another evaluation.
+        (subject.folder / COMPARISON_NAME).unlink(missing_ok=True)
         scorer = stack.enter_context(closing(Scorer(subject.config.reward)))
         scorer.validate([prompt for prompt, _ in plan])
         judges = _open_rewards(scorer, subject, stack)
@@ -149,8 +155,16 @@ def _open_rewards(scorer: Scorer, subject: Subject, stack: ExitStack) -> Judges:
 
 def one_rank_mesh(subject: Subject) -> Mesh:
     """Return the mesh of this process alone, as FIXED sets the config's section parallel."""
-    layout = Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1)
-    return init_mesh(layout, subject.config.run.device)
+    # Groups and their threads live as long as the process, and a notebook may ask for many, in
+    # several threads. A run in this process may have ended the ones that were.
+    with _MESHES:
+        world = dist.group.WORLD if dist.is_initialized() else None
+        return _one_rank_mesh(subject.config.run.device, world)
+
+
+@cache
+def _one_rank_mesh(device_type: str, world: dist.ProcessGroup | None) -> Mesh:
+    return init_mesh(Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1), device_type)
 
 
 def _evaluate(

@@ -38,7 +38,7 @@ MODEL_DEFAULTS = [
     "rollout.sde_window_size=1",
     "rollout.sde_window_range=[0,1]",
 ]
-# In place of the run's own; its sync.folder belongs to the run.
+# In place of the run's own.
 RUN_DEFAULTS = ["rollout.num_replicas=0", "checkpoint.resume=auto", "sync.transport=http"]
 # Evaluation is one process beside one replica, whatever the run was.
 FIXED = [
@@ -48,6 +48,7 @@ FIXED = [
     "parallel.tp=1",
     "engine.fp8=none",
     "rollout.mode=colocated",
+    "sync.folder=''",  # a run may be writing there
     "track=[]",
     "eval.every=0",
     "lora.start=''",  # the checkpoint's LoRA comes over it
@@ -147,10 +148,13 @@ def config_of(target: Path, config_arguments: list[str]) -> Config:
 
     if not _is_run(target):
         model_config = target / MODEL_CONFIG
-        base = [*MODEL_DEFAULTS, f"run.name=evaluate_{target.name}"]
+        base = [*MODEL_DEFAULTS]
         base += [str(model_config)] if model_config.is_file() else []
+        # A recipe's name is that of a run, in whose folder this one has no business.
+        named = any(argument.startswith("run.name=") for argument in config_arguments)
+        name = [] if named else [f"run.name=evaluate_{target.name}"]
         # FIXED comes last, as later layers win: no argument can change it.
-        return load_config([*base, f"model.path={target}", *config_arguments, *FIXED])
+        return load_config([*base, f"model.path={target}", *config_arguments, *name, *FIXED])
 
     name = [f"run.dir={target.parent}", f"run.name={target.name}"]
     base = [str(target / "config.yaml"), *name, *RUN_DEFAULTS]

@@ -24,7 +24,7 @@ from megadiff.parallel.mesh import Mesh
 from megadiff.process.stacks import FOLDER as STACKS
 from megadiff.rollout.client.processes import ReplicaProcess, environment_token, write_token
 from megadiff.rollout.spec import ReplicaSpec, config_spec
-from megadiff.sync.transports.disk import clear
+from megadiff.sync.transports.disk import remove
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,12 @@ def launch(config: Config, mesh: Mesh, adapter: ModelAdapter, folder: Path) -> l
     Returns [] on the other ranks.
     """
     if config.rollout.mode != "colocated":
+        if config.sync.transport == "disk":
+            agreed(
+                lambda: remove(weights_folder(config, mesh, folder)),
+                mesh.cpu_group,
+                here=mesh.rank == 0,
+            )
         return []
 
     token = read_once(
@@ -164,7 +170,7 @@ def _launch(
 ) -> list[ReplicaProcess]:
     if config.sync.transport == "disk":
         # Else replicas would load an older state before they get this one.
-        clear(weights_folder(config, mesh, folder))
+        remove(weights_folder(config, mesh, folder))
     count = num_replicas(config, mesh)
     gpus = _gpus(config, mesh, count)
     num_threads = _num_threads(config, count)

@@ -87,8 +87,8 @@ class RunReplicas:
         Returns the sync's figures, and how many replicas took the weights. Raises AgreedError when
         replicas refuse or differ, or too few are left.
         """
+        lost = self._gather_lost()
         if self._supervisor:  # those that are still well have drawn the samples before
-            lost = self.fleet.lost
             fleet = self.fleet.replicas
             self._supervisor.worked(
                 {client.name: client.url for client in fleet if client.url not in lost}
@@ -220,10 +220,7 @@ class RunReplicas:
         """
         before = {client.url: client for client in self.fleet.replicas}
         users = self._users
-        lost: dict[str, Loss] = {}
-        for losses in gather_json(self.fleet.lost, users.group):
-            lost |= {url: Loss(*loss) for url, loss in losses.items()}
-
+        lost = self._gather_lost()
         roster: Mapping[str, tuple[str, int]] = read_once(
             lambda: self._supervisor.roster(lost, self._roster_lives) if self._supervisor else None,
             source=users.source,
@@ -252,6 +249,13 @@ class RunReplicas:
         clients = going_on | new
         self.fleet.set_replicas([clients[name] for name in roster])
         return joined
+
+    def _gather_lost(self) -> dict[str, Loss]:
+        """Return what any rank that shares these replicas has lost, by address. Collective."""
+        lost: dict[str, Loss] = {}
+        for losses in gather_json(self.fleet.lost, self._users.group):
+            lost |= {url: Loss(*loss) for url, loss in losses.items()}
+        return lost
 
     def _refuse(self, name: str, reason: str) -> None:
         """Leave out one that others started and that cannot serve: no newcomer ends a run."""

@@ -68,16 +68,19 @@ def trains(config):
     """A run, the same run further, one that is asked to stop, and one that Ctrl-C ends."""
     before = [signal.getsignal(number) for number in SIGNALS]
     folder = train(config)
-    config.train.num_steps = 2
+    config.train.num_steps = 1000
     (folder / "stop").write_text("")
     with pytest.raises(RuntimeError, match="asked to stop"):
         train(config)
+    # before its first step, or after it
+    config.train.num_steps = len((folder / "metrics.jsonl").read_text().splitlines()) + 1
     os.environ["interrupt"] = "1"
     with pytest.raises(KeyboardInterrupt):
         train(config)
     assert train(config) == folder
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
+    assert [row["step"] for row in rows] == list(range(1, config.train.num_steps + 1))
+    assert len(rows) < 5
 
     config.optim.lr = -1.0
     with pytest.raises(ValueError, match="optim.lr=-1"):

@@ -28,21 +28,30 @@ async def load_newest(replica: Replica, folder: Path) -> None:
     Raises ValueError for a version that is torn, of another model, or arrives with other bits.
     """
     for attempt in range(ATTEMPTS):
-        whole_versions = versions(folder)
-        if not whole_versions:
+        if not versions(folder):
             text = "serving the weights of the model folder"
             if attempt:
                 text = "the one that was read is gone; nothing is drawn until a push"
             logger.info("%s holds no version: %s", folder, text)
             return
 
+        stored: StoredVersion | None = None
         try:
-            return await _load(replica, newest(folder))
+            stored = newest(folder)
+            return await _load(replica, stored)
         except (OSError, ValueError, SafetensorError, SyncError, Refused) as error:
-            # A version may go while it is read, because newer ones came: then they are read.
-            version = whole_versions[-1]
-            if attempt == ATTEMPTS - 1 or version in versions(folder):
-                raise ValueError(f"--weights {folder}, version {version}: {error}") from error
+            # A version may go while it is read, or be another push's: then the newest is read.
+            if attempt == ATTEMPTS - 1 or (stored and _is_there(stored, folder)):
+                which = f"version {stored.version}" if stored else "its newest version"
+                raise ValueError(f"--weights {folder}, {which}: {error}") from error
+
+
+def _is_there(stored: StoredVersion, folder: Path) -> bool:
+    """Tell whether the folder's newest version is still of the push that was read."""
+    try:
+        return newest(folder).push == stored.push
+    except (OSError, ValueError):
+        return False
 
 
 async def _load(replica: Replica, stored: StoredVersion) -> None:

@@ -21,17 +21,20 @@ class EngineProgress:
         self._drawing: dict[object, tuple[Hashable, float]] = {}  # calls: shape, when they began
         self._shape_s: dict[Hashable, float] = {}  # seconds of the fastest answered call
         self._loading: dict[object, float] = {}  # calls with weights: when they began
+        # The file's time of the last pass, and when it was first seen. Times are monotonic: the
+        # clock of the day may jump.
+        self._pass: tuple[int, float] = (0, 0.0)
 
     @contextmanager
     def drawing(self, shape: Hashable) -> Iterator[None]:
         """Note a call for samples. Calls of one shape take the same time."""
         call = object()
-        began_s = time.time()
+        began_s = time.monotonic()
         self._drawing[call] = (shape, began_s)
 
         try:
             yield
-            seconds = time.time() - began_s
+            seconds = time.monotonic() - began_s
             self._shape_s[shape] = min(seconds, self._shape_s.get(shape, seconds))
         finally:
             del self._drawing[call]
@@ -62,6 +65,10 @@ class EngineProgress:
             return 0.0
         call_s = max(self._shape_s[shape] for shape in shapes)
         since_s = min(began_s for _, began_s in self._drawing.values())
+        now_s = time.monotonic()
         with suppress(OSError):  # not there before the first pass
-            since_s = max(since_s, self.alive.stat().st_mtime)
-        return time.time() - since_s - call_s
+            changed_ns = self.alive.stat().st_mtime_ns
+            if changed_ns != self._pass[0]:
+                self._pass = (changed_ns, now_s)
+            since_s = max(since_s, self._pass[1])
+        return now_s - since_s - call_s

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,10 +37,12 @@ from megadiff.types import LoraSpec
 
 NUM_KEPT = 2  # newest versions: a late joiner may be reading the one before
 MANIFEST = "manifest.json"
-OLD = ".old"  # ends the name of a version that is about to go
 _VERSION = re.compile(r"version_(\d{8})")
-# A bucket as a request names it: while its push is open, the folder's name ends in .part.
-_FILE = re.compile(r"version_\d{8}(\.part)?/bucket_\d{5}\.safetensors")
+# A version that is written or about to go. Its name is drawn: NFS may keep an earlier one.
+_ASIDE = re.compile(r"version_\d{8}\.[0-9a-f]{8}\.(part|old)")
+_FILE = re.compile(  # a bucket as a request names it
+    r"version_\d{8}(\.[0-9a-f]{8}\.part)?/bucket_\d{5}\.safetensors"
+)
 
 
 class DiskTransport(Transport):
@@ -60,9 +63,11 @@ class DiskTransport(Transport):
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._versions:
-            clear(self.folder)  # what an earlier run, or a trainer that was killed, left there
+            # Of a trainer that was killed, or before this was built anew. Versions up to this one
+            # stay until it is whole: a late joiner needs one.
+            remove(self.folder, after=version)
 
-        aside = self.folder / f"version_{version:08d}.part"
+        aside = _aside(self.folder, version, "part")
         aside.mkdir()
         self._aside = aside
 
@@ -76,6 +81,7 @@ class DiskTransport(Transport):
             "version": version,
             "parts": {str(group): number for group, number in self._next_versions.items()},
             "lora": dataclasses.asdict(lora) if lora else None,
+            "push": secrets.token_hex(8),
             "tensors": {},
         }
 
@@ -116,12 +122,14 @@ class DiskTransport(Transport):
         """Make the version visible, and remove older ones that no kept version needs."""
         self._keep_groups_of_same_version(aside)
         (aside / MANIFEST).write_text(json.dumps(self._manifest), encoding="utf-8")
-        whole = aside.with_suffix("")
+        version = self._manifest["version"]
+        whole = _version_folder(self.folder, version)
+        old = _aside(self.folder, version, "old")
         # It is there when the same version is pushed again, as after Fleet.sleep().
         if whole.exists():
-            whole.rename(whole.with_suffix(OLD))
+            whole.rename(old)
         aside.rename(whole)
-        _remove(whole.with_suffix(OLD))
+        _remove(old)
 
         self._versions = self._next_versions
         all_versions = versions(self.folder)
@@ -158,11 +166,17 @@ class DiskTransport(Transport):
         }
 
 
-def clear(folder: Path) -> None:
-    """Remove all versions: the run starts anew, or goes on from before them."""
+def remove(folder: Path, *, after: int = -1) -> None:
+    """Remove later versions than this, and what is not whole: by default all that a run left."""
     for path in folder.glob("version_*"):
-        if _VERSION.fullmatch(path.name.removesuffix(".part").removesuffix(OLD)):
-            shutil.rmtree(path)
+        match = _VERSION.fullmatch(path.name)
+        if _ASIDE.fullmatch(path.name) or (match and int(match[1]) > after):
+            _remove(path)
+
+
+def _aside(folder: Path, version: int, kind: str) -> Path:
+    """Return a new name. kind: part or old."""
+    return folder / f"version_{version:08d}.{secrets.token_hex(4)}.{kind}"
 
 
 def _remove(version: Path) -> None:
@@ -177,10 +191,12 @@ def _remove(version: Path) -> None:
 class StoredVersion:
     """A whole version on disk.
 
+    push: which of those that brought this version, as an evaluation's and the next step's.
     files: in order. manifest: of all tensors. fingerprints: name → digits of what was written.
     """
 
     version: int
+    push: str
     lora: LoraSpec | None
     files: tuple[Path, ...]
     manifest: Manifest
@@ -225,6 +241,7 @@ def newest(folder: Path) -> StoredVersion:
 
     return StoredVersion(
         version=top["version"],
+        push=top["push"],
         lora=lora_from_json(top["lora"]),
         files=tuple(sorted(files)),
         manifest=manifest,

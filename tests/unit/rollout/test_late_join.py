@@ -55,9 +55,9 @@ class Joiner:
 def push(tmp_path):
     transport = DiskTransport([], folder=tmp_path)
 
-    def push(version: int) -> None:
+    def push(version: int, value: float | None = None) -> None:
         tensors = [
-            ("transformer.a", torch.full((2, 300), float(version))),
+            ("transformer.a", torch.full((2, 300), float(version) if value is None else value)),
             ("transformer.b", torch.ones(4)),
         ]
         transport.begin(version, {name: {} for name, _ in tensors}, None)
@@ -84,6 +84,15 @@ def test_a_version_that_goes_while_it_is_read(push, tmp_path):
     joiner = Joiner(tmp_path, before=lambda: next(later, lambda: None)())
     asyncio.run(load_newest(joiner, tmp_path))
     assert joiner.version == 3 and (joiner.held["transformer.a"] == 3).all()
+
+
+def test_the_same_version_that_is_pushed_again_while_it_is_read(push, tmp_path):
+    """As an evaluation's average and the next step's weights."""
+    push(1)
+    later = iter([lambda: push(1, value=7.0)])
+    joiner = Joiner(tmp_path, before=lambda: next(later, lambda: None)())
+    asyncio.run(load_newest(joiner, tmp_path))
+    assert joiner.version == 1 and (joiner.held["transformer.a"] == 7).all()
 
 
 def test_a_torn_version_is_refused(push, tmp_path):

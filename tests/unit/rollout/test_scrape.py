@@ -174,6 +174,23 @@ def test_an_engine_is_silent_when_a_call_takes_longer_than_one_before(
     second.join()
 
 
+def test_a_clock_that_jumps_is_no_silence(
+    url: str, engine: SlowEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[httpx.Response] = []
+    for _ in range(2):
+        call = ask(url, 4, answers)
+        wait_for(lambda: engine.replica.load.num_calls == 1)
+        (tmp_path / ALIVE_NAME).touch()
+        for jump_s in (200.0, -400.0):
+            now_s = time.time() + jump_s
+            monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
+            assert httpx.get(f"{url}/health").json()["engine_silent_s"] < 5
+            monkeypatch.undo()
+        engine.waits.release()
+        call.join()
+
+
 def test_metrics_need_the_token_and_are_no_sign_of_life(url: str, engine: SlowEngine) -> None:
     for headers in ({}, {"Authorization": "Bearer another-token-entirely"}):
         answer = httpx.get(f"{url}/metrics", headers=headers)

@@ -47,7 +47,7 @@ def joins_within(member: Member, transport: dict, seconds: float, *, match: str)
     with pytest.raises(RuntimeError, match=match):
         member.join(transport)
     assert time.monotonic() - start < seconds
-    wait_for(lambda: threading.active_count() == before)
+    wait_for(lambda: threading.active_count() <= before)  # others of earlier tests may end
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

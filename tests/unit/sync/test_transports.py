@@ -187,18 +187,52 @@ def test_disk_keeps_the_newest_versions_and_the_base_they_stand_on(tmp_path):
 
 
 def test_disk_removes_nothing_of_others_where_a_push_cannot_begin(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "version_00000009").write_text("no folder")
-    transport = DiskTransport([Target(folder=tmp_path)], folder=tmp_path)
-    with pytest.raises(NotADirectoryError) as caught:
+    folder = tmp_path / "weights"
+    folder.write_text("no folder")
+    transport = DiskTransport([Target(folder=folder)], folder=folder)
+    with pytest.raises(FileExistsError) as caught:
         transport.begin(1, MANIFEST, None)
     transport.end(caught.value)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert folder.read_text() == "no folder"
 
-    (tmp_path / "version_00000009").unlink()
+    folder.unlink()
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
     push(transport, 1)
     transport.end(OSError("of a push that never began"))
-    assert disk.versions(tmp_path) == [1] and (tmp_path / "notes.txt").exists()
+    assert disk.versions(folder) == [1] and (folder / "notes.txt").exists()
+
+
+def test_disk_always_has_a_whole_version_when_the_sync_is_built_anew(tmp_path):
+    """As after a replica was lost. What is later, or was never whole, goes."""
+    target = Target(folder=tmp_path)
+    push(DiskTransport([target], folder=tmp_path), 1)
+    for name in ("version_00000007", "version_00000001.0123abcd.part"):
+        (tmp_path / name).mkdir()
+    seen = []
+    target.fault = lambda number: seen.append(disk.versions(tmp_path))
+    for version in (1, 2):
+        push(DiskTransport([target], folder=tmp_path), version)
+    assert seen == [[1]] * 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "version_00000001",
+        "version_00000002",
+    ]
+
+
+def test_disk_goes_on_beside_folders_that_cannot_be_removed(tmp_path, monkeypatch):
+    """NFS keeps files that a replica on this host has open."""
+    target = Target(folder=tmp_path)
+    transport = DiskTransport([target], folder=tmp_path)
+    monkeypatch.setattr(disk, "_remove", lambda version: None)
+    target.fault = lambda number: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        push(transport, 1)
+    target.fault = lambda number: None
+    for version in (1, 1, 1):
+        push(DiskTransport([target], folder=tmp_path), version)
+    assert disk.versions(tmp_path) == [1]
+    assert_held(target)
 
 
 def test_disk_keeps_what_a_second_push_of_a_version_leaves_out(tmp_path):

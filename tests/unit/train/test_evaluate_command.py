@@ -4,6 +4,8 @@ replica starts.
 
 import argparse
 import json
+import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import yaml
 from megadiff.cli import evaluate as command
 from megadiff.cli.evaluate import main
 from megadiff.cli.evaluate_subject import resolve
+from megadiff.train.run_lock import lock
 
 SIZE = ["rollout.height=64", "rollout.width=64"]
 
@@ -178,6 +181,27 @@ def test_prompts_named_here_go_before_those_of_a_file(tiny_model, tmp_path, prom
         tiny_model, f"data.prompts={mine}", *SIZE, prompts=prompts, reward=["color"]
     )
     assert len(plan) == 6
+
+
+def test_a_runs_config_beside_a_model_touches_nothing_of_the_run(tiny_model, tmp_path, prompts):
+    """A run by that config may be training: its folder, and the folder of its weights."""
+    config = tmp_path / "recipe.yaml"
+    sync = {"transport": "disk", "folder": str(tmp_path / "weights")}
+    config.write_text(yaml.safe_dump({"run": {"name": "trains"}, "sync": sync}))
+    subject, _ = subject_of(tiny_model, config, *SIZE, prompts=prompts, reward=["color"])
+    assert subject.folder == Path(f"runs/evaluate_{tiny_model.name}")
+    assert subject.config.sync.folder == ""
+    subject, _ = subject_of(
+        tiny_model, config, "run.name=mine", *SIZE, prompts=prompts, reward=["color"]
+    )
+    assert subject.folder == Path("runs/mine")
+
+
+def test_two_evaluations_in_one_folder_are_refused(capsys, tiny_model, tmp_path, prompts):
+    asked = [tiny_model, "--prompts", prompts, "--reward", "color", *SIZE, "--out", tmp_path]
+    with ExitStack() as stack:
+        lock(tmp_path, stack)
+        assert f"{tmp_path} is in use by another run (pid {os.getpid()} " in refusal(capsys, *asked)
 
 
 def test_an_earlier_evaluation_is_kept_unless_it_is_to_go(capsys, tiny_model, tmp_path, prompts):
