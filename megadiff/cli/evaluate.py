@@ -7,7 +7,7 @@ folder, whose newest checkpoint that loads is evaluated as the run itself does i
 a second one draws from the same noise, and the difference is told sample by sample.
 
 A table goes to stdout; evaluation.json, page.html and some images into the --out folder. Exit
-codes: 0 done, 1 a replica or a reward failed, 2 something asked for is wrong.
+codes: 0 done, 1 a replica or a reward failed, 2 something asked for is wrong, 130 Ctrl-C.
 """
 
 from __future__ import annotations
