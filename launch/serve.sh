@@ -49,6 +49,9 @@ for ((index = 0; index < num_replicas; index++)); do
   pids+=($!)
 done
 
+if [[ $stopping ]]; then
+  kill "${pids[@]}" 2>/dev/null || true # one may have been started as the signal came
+fi
 code=0
 for pid in "${pids[@]}"; do
   wait "$pid" || code=$?

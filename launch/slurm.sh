@@ -26,6 +26,7 @@ STOP_S=${STOP_S:-300} # as --signal above
 STRAGGLER_S=600       # for all nodes to end, once the first one is done
 REPLICAS_GONE_S=${REPLICAS_GONE_S:-30} # for the trainer to notice by itself, and to save
 UNSEEN_S=10           # for a new file to be seen on all nodes: NFS asks the server late
+LISTED_S=60           # the same, in a list of a folder
 
 asked_s='' folder='' end_s='' limit_s=''
 # torchrun would die of USR1 and leave its ranks behind. So the trainer looks for a file, where a
@@ -53,8 +54,9 @@ ask_to_stop() {
 look_at_clock() {
   local end='' left='' state='' days hours
   end_s=9999999999 limit_s=9999999999
-  read -r state end left < <(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %e %L' \
-    2>/dev/null) || true
+  # Not a process substitution: in a trap that would change $!.
+  read -r state end left <<<"$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %e %L' \
+    2>/dev/null)" || true
   # One that was cancelled ends at once, and for good.
   if [[ $state == RUNNING ]] && end=$(date -d "$end" +%s 2>/dev/null); then
     end_s=$((end - $(date +%s)))
@@ -122,6 +124,7 @@ count='echo "${SLURM_GPUS_ON_NODE:-}"
   echo "${CUDA_VISIBLE_DEVICES-$("${nvidia_smi[@]}" 2>/dev/null | grep -xE "[0-9]+" | paste -sd,)}"'
 if [[ $dry_run ]]; then
   gpus=${SLURM_GPUS_ON_NODE:-${GPUS:-0}}
+  slurms=$gpus
 else
   slurms=${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-}}
   slurms=${slurms##*:} # without their type
@@ -131,10 +134,10 @@ else
     { read -r slurms && IFS=, read -ra seen; } <<<"${counted/NoDevFiles/}" || true
   fi
   gpus=${slurms:-${#seen[@]}}
-  # A job that asked for none has all of its nodes, but its steps have none.
-  if ((${slurms:-0})); then
-    step+=("--gpus-per-node=$slurms")
-  fi
+fi
+# A job that asked for none has all of its nodes, but its steps have none.
+if ((${slurms:-0})); then
+  step+=("--gpus-per-node=$slurms")
 fi
 unset SLURM_GPUS_PER_NODE
 ranks=${RANKS:-$((gpus > 0 ? gpus : 1))}
@@ -285,9 +288,12 @@ code=0
 wait "$trainer_pid" || code=$?
 echo "job $attempt: the trainer ended with code $code"
 # srun's code is 0 too where a node could not open its log, and started nothing.
-num_logs=$(find "$logs" -name 'trainer-*.log' | wc -l)
-if ((code == 0 && num_logs < num_trainers)); then
-  echo "error: $num_logs logs of $num_trainers trainers are in $logs; look there and into slurmd's log"
+num_logs() { find "$logs" -name 'trainer-*.log' | wc -l; }
+for ((waited = 0; waited < LISTED_S && code == 0 && $(num_logs) < num_trainers; waited++)); do
+  sleep 1
+done
+if ((code == 0 && $(num_logs) < num_trainers)); then
+  echo "error: $(num_logs) logs of $num_trainers trainers are in $logs; look there and into slurmd's log"
   code=1
 fi
 if ((code)) && [[ ! -e $folder/stopped ]]; then

@@ -21,8 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from tqdm import tqdm
@@ -30,7 +31,7 @@ from tqdm import tqdm
 from megadiff.checkpoint.base_weights import base_weights
 from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.cli.console import leave, log_to_stderr
-from megadiff.cli.evaluate_subject import Subject, resolve, resolve_baseline
+from megadiff.cli.evaluate_subject import Subject, check_earlier, resolve, resolve_baseline
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
 from megadiff.observe.evaluation import (
@@ -62,7 +63,8 @@ from megadiff.train.sampling import Redrawable, open_rewards, sampling_of
 logger = logging.getLogger(__name__)
 COMPARISON_NAME = "comparison.json"
 PROGRESS_S = 10.0  # between two log lines, where there is no terminal
-_MESHES = threading.Lock()
+_LOCK = threading.Lock()
+_MESHES: dict[str, tuple[Any, Mesh]] = {}  # device → the process group and its mesh
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,7 +125,9 @@ def evaluate_target(options: argparse.Namespace, config_arguments: list[str]) ->
 
     with ExitStack() as stack:
         # Two would end each other's replicas; of a run's folder as well.
-        lock(subject.folder, stack, wait_s=0)
+        advice = "end it or wait for it, or give this one --out ANOTHER"
+        lock(subject.folder, stack, wait_s=0, advice=advice)
+        check_earlier(subject.folder, force=options.force)  # the other one may have ended now
         # An earlier one, of a --force, would be of another evaluation.
         (subject.folder / COMPARISON_NAME).unlink(missing_ok=True)
         scorer = stack.enter_context(closing(Scorer(subject.config.reward)))
@@ -135,12 +139,16 @@ def evaluate_target(options: argparse.Namespace, config_arguments: list[str]) ->
             baseline = resolve_baseline(subject, options.baseline, config_arguments)
             before = _evaluate(baseline, subject.config, scorer, judges, plan)
         evaluation = _evaluate(subject, subject.config, scorer, judges, plan)
-    if options.baseline:
-        comparison = Comparison(evaluation=evaluation, baseline=before)
-        write_json(subject.folder / COMPARISON_NAME, comparison_to_json(comparison))
+        if options.baseline:
+            comparison = Comparison(evaluation=evaluation, baseline=before)
+            write_json(subject.folder / COMPARISON_NAME, comparison_to_json(comparison))
 
-    baseline_folder = baseline.folder if options.baseline else None
-    write_evaluation_page(subject.folder, evaluation, comparison, baseline_folder=baseline_folder)
+        write_evaluation_page(
+            subject.folder,
+            evaluation,
+            comparison,
+            baseline_folder=baseline.folder if options.baseline else None,
+        )
     return Evaluated(evaluation=evaluation, comparison=comparison, folder=subject.folder)
 
 
@@ -155,16 +163,17 @@ def _open_rewards(scorer: Scorer, subject: Subject, stack: ExitStack) -> Judges:
 
 def one_rank_mesh(subject: Subject) -> Mesh:
     """Return the mesh of this process alone, as FIXED sets the config's section parallel."""
+    device_type = subject.config.run.device
     # Groups and their threads live as long as the process, and a notebook may ask for many, in
-    # several threads. A run in this process may have ended the ones that were.
-    with _MESHES:
-        world = dist.group.WORLD if dist.is_initialized() else None
-        return _one_rank_mesh(subject.config.run.device, world)
-
-
-@cache
-def _one_rank_mesh(device_type: str, world: dist.ProcessGroup | None) -> Mesh:
-    return init_mesh(Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1), device_type)
+    # several threads.
+    with _LOCK:
+        world, mesh = _MESHES.get(device_type, (None, None))
+        # A run in this process may have ended them.
+        if mesh is None or not dist.is_initialized() or world is not dist.group.WORLD:
+            layout = Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1)
+            mesh = init_mesh(layout, device_type)
+            _MESHES[device_type] = (dist.group.WORLD, mesh)
+        return mesh
 
 
 def _evaluate(

@@ -94,13 +94,17 @@ def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[S
     adapter.check_prompts(prompts)
 
     folder = options.out or (target / "evaluate" if _is_run(target) else run_folder(config))
-    if (folder / RECORD_NAME).exists() and not options.force:
+    check_earlier(folder, force=options.force)
+    return Subject(target=target, config=config, adapter=adapter, folder=folder), plan
+
+
+def check_earlier(folder: Path, *, force: bool) -> None:
+    """Raise ValueError where the folder holds an evaluation that nobody wants to replace."""
+    if (folder / RECORD_NAME).exists() and not force:
         raise ValueError(
             f"{folder} holds an earlier evaluation; keep it with --out ANOTHER, or give --force to "
             "replace it"
         )
-
-    return Subject(target=target, config=config, adapter=adapter, folder=folder), plan
 
 
 def resolve_baseline(subject: Subject, target: Path, config_arguments: list[str]) -> Subject:

@@ -268,12 +268,6 @@ def _check_rl(config: Config) -> None:
     algorithm = config.algorithm
     if not config.reward:
         raise ConfigError("no reward is configured; add e.g. reward.color.type=color")
-    if not any(reward.weight for reward in config.reward.values()):
-        name = next(iter(config.reward))
-        raise ConfigError(
-            f"{len(config.reward)} rewards have weight 0, need at least 1 with another: those are "
-            f"only watched; set reward.{name}.weight, e.g. to 1"
-        )
     if not config.data.prompts:
         raise ConfigError(
             f"algorithm.name={algorithm.name} needs data.prompts, a .txt, .jsonl or .parquet file"

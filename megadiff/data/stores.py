@@ -294,7 +294,9 @@ def _samples(path: Path) -> dict[str, dict[str, TarMember]]:
 
 def _is_stray_image(name: str) -> bool:
     """Tell whether an image has a second dot: `1.seg.png` is no image of sample 1."""
-    suffix = os.path.basename(name).lower().partition(".")[2]
+    stem, _, suffix = os.path.basename(name).lower().partition(".")
+    if not stem:  # of macOS, beside each file
+        return False
     return suffix not in IMAGE_SUFFIXES and suffix.rpartition(".")[2] in IMAGE_SUFFIXES
 
 

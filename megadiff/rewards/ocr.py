@@ -18,7 +18,7 @@ from megadiff.rewards.base import Reward, RewardSample
 from megadiff.types import Prompt
 
 # A mark of inches, as in 24", opens nothing.
-_DOUBLE_QUOTED = re.compile(r"""(?:[“”„]|(?<!\d)")([^"“”]*)["“”]""")
+_DOUBLE_QUOTED = re.compile(r"""(?:[“„]|(?<!\d)["”])([^"“”]*)["“”]""")
 # At a word's edge only: the apostrophe of "the dog's bowl" quotes nothing.
 _SINGLE_QUOTED = re.compile(r"""‘(.+?)’(?!\w)|(?<!\w)'(.+?)'(?!\w)""")
 _MAX_SIDE = 1664  # pixels; larger images are scaled down: Qwen-Image's longest side, at 16:9

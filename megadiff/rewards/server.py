@@ -56,6 +56,7 @@ class ScoreServer(ThreadingHTTPServer):
         self._reward = reward
         self._num_calls = reward.workers or share_of_cores(MAX_CALLS)
         self._calls = threading.Semaphore(self._num_calls)
+        self._passed: set[str] = set()  # prompts that the reward does not refuse
         # Requests in memory: those that run, and as many that arrive meanwhile.
         self.bodies = threading.Semaphore(2 * self._num_calls)
         self._connections = threading.Semaphore(MAX_CONNECTIONS)
@@ -108,8 +109,7 @@ class ScoreServer(ThreadingHTTPServer):
         try:
             if _has_left(connection):
                 return None
-            prompts = {sample.prompt.id: sample.prompt for sample in samples}
-            self._reward.validate(list(prompts.values()))
+            self._validate([sample.prompt for sample in samples])
             chunk = self._reward.samples_per_call or len(samples)
             scores: list[float | None] = []
             for first in range(0, len(samples), chunk):
@@ -117,6 +117,14 @@ class ScoreServer(ThreadingHTTPServer):
             return scores
         finally:
             self._calls.release()
+
+    def _validate(self, prompts: Sequence[Prompt]) -> None:
+        """Let the reward look at those that have not passed before; some read files for it."""
+        rows = {f"{prompt.id} {prompt.fields!r}": prompt for prompt in prompts}
+        new = {row: prompt for row, prompt in rows.items() if row not in self._passed}
+        if new:
+            self._reward.validate(list(new.values()))
+            self._passed |= new.keys()
 
     def _call(self, samples: Sequence[RewardSample]) -> list[float | None]:
         # checked here: a chunk that is short by one would shift the scores of the next
@@ -277,7 +285,7 @@ def _sample(row: object, pixels: np.ndarray, files: Sequence[Path]) -> RewardSam
         )
 
     numbers = row["images"]
-    if any(number not in range(len(files)) for number in numbers):
+    if any(type(number) is not int or not 0 <= number < len(files) for number in numbers):
         raise ValueError(
             f"images of a row are {numbers!r:.200}, must be numbers k of arrays image_k, of which "
             f"the body has {len(files)}"

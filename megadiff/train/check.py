@@ -77,6 +77,7 @@ def check(
     on_policy = algorithm.on_policy
     if on_policy:
         check_window(sampling)
+        _check_weights(config)
     _check_lora_start(config, algorithm)
 
     adapter = _checked_adapter(config, layout, sampling, algorithm)
@@ -94,6 +95,16 @@ def check(
     kind = ITEMS[algorithm.rows]
     source = open_images(attrgetter(kind.key)(config), seed=config.seed, kind=kind)
     return layout, adapter, source, scorer
+
+
+def _check_weights(config: Config) -> None:
+    """Raise ValueError where all rewards are only watched: nothing would be trained."""
+    if not any(reward.weight for reward in config.reward.values()):
+        name = next(iter(config.reward))
+        raise ValueError(
+            f"{len(config.reward)} rewards have weight 0, need at least 1 with another: those are "
+            f"only watched; set reward.{name}.weight, e.g. to 1"
+        )
 
 
 def _check_lora_start(config: Config, algorithm: Algorithm) -> None:

@@ -52,9 +52,16 @@ class Holder:
         return not self.launcher or psutil.pid_exists(self.launcher)
 
 
-def lock(folder: Path, stack: ExitStack, *, wait_s: float = WAIT_S) -> None:
+def lock(
+    folder: Path,
+    stack: ExitStack,
+    *,
+    wait_s: float = WAIT_S,
+    advice: str = "end it or wait for it, or give this one another run.name",
+) -> None:
     """Take the run's folder until the stack closes or the process ends, however it does.
 
+    advice: what to do where another one has it.
     Raises ValueError that names the holder: at once for one that works on this host, after wait_s
     for one that is dead, ending or elsewhere.
     """
@@ -68,7 +75,7 @@ def lock(folder: Path, stack: ExitStack, *, wait_s: float = WAIT_S) -> None:
         holder = _holder(file)
         who = f"{folder} is in use by another run ({holder or 'which does not say its name'})"
         if (holder and holder.is_working()) or time.monotonic() > deadline:
-            raise ValueError(f"{who}; end it or wait for it, or give this one another run.name")
+            raise ValueError(f"{who}; {advice}")
         if not has_warned:
             logger.warning("%s, which may be ending or gone; waiting %.0f s for it", who, wait_s)
             has_warned = True

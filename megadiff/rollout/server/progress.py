@@ -9,6 +9,8 @@ from pathlib import Path
 
 from megadiff.models.pipeline_stop import ALIVE_NAME
 
+NEW_SHAPE_S = 900.0  # compiled, a first call has taken four minutes
+
 
 class EngineProgress:
     """Note what the engine is asked for, and whether it gets on. Used from one thread.
@@ -53,19 +55,24 @@ class EngineProgress:
         """Return the seconds of silence, 0 where there is nothing to do.
 
         Passes tell of progress, so a whole call's seconds are its own, for texts and pixels.
-        Nothing counts while a call has a shape that no call before it had: that may compile. Of a
-        call with weights nothing tells but its end.
+        Nothing counts while a call has a shape that no call before it had: that may compile, for
+        NEW_SHAPE_S at most. Of a call with weights nothing tells but its end.
         """
         loading_s = [time.monotonic() - began_s for began_s in self._loading.values()]
         return max(0.0, self._drawing_silent_s(), *loading_s)
 
     def _drawing_silent_s(self) -> float:
-        shapes = {shape for shape, _ in self._drawing.values()}
-        if not shapes or not shapes <= self._shape_s.keys():
-            return 0.0
-        call_s = max(self._shape_s[shape] for shape in shapes)
-        since_s = min(began_s for _, began_s in self._drawing.values())
         now_s = time.monotonic()
+        calls = self._drawing.values()
+        may_compile = [
+            began_s
+            for shape, began_s in calls
+            if shape not in self._shape_s and now_s - began_s < NEW_SHAPE_S
+        ]
+        if not calls or may_compile:
+            return 0.0
+        call_s = max(self._shape_s.get(shape, 0.0) for shape, _ in calls)
+        since_s = min(began_s for _, began_s in calls)
         with suppress(OSError):  # not there before the first pass
             changed_ns = self.alive.stat().st_mtime_ns
             if changed_ns != self._pass[0]:

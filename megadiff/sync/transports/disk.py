@@ -172,6 +172,11 @@ def remove(folder: Path, *, after: int = -1) -> None:
         match = _VERSION.fullmatch(path.name)
         if _ASIDE.fullmatch(path.name) or (match and int(match[1]) > after):
             _remove(path)
+        if match and int(match[1]) > after and (path / MANIFEST).exists():
+            raise PermissionError(
+                f"{path} is of another run and cannot be removed; remove it, or set sync.folder to "
+                "a folder of this run's own"
+            )
 
 
 def _aside(folder: Path, version: int, kind: str) -> Path:

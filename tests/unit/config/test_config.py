@@ -103,8 +103,6 @@ def test_null_removes_a_reward_that_an_earlier_layer_brought(base, tmp_path):
 
     with pytest.raises(ConfigError, match="no reward is configured"):
         validate(load_config([base, "reward.color=null"]), dp=1)
-    with pytest.raises(ConfigError, match="1 rewards have weight 0, need at least 1 with another"):
-        validate(load_config([base, "reward.color.weight=0"]), dp=1)
 
 
 def test_paths_are_relative_to_the_current_folder(tmp_path, monkeypatch):

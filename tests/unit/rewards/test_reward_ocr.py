@@ -119,6 +119,7 @@ def test_video_is_the_mean_of_every_fourth_frame(
         ('unicode "日本 été"', "日本 été"),
         ("A '50s sign reading \"EAT\" and the customers' cars", "EAT"),
         ("rock 'n' roll with “LIVE”", "LIVE"),
+        ("a 24” monitor that reads “Hello”", "Hello"),
         ('A 5" by 7" card that says "HELLO"', "HELLO"),
         ('a 24" monitor showing "ROOM 5" and "6"', "ROOM 56"),
         ("an empty \"\" beside 'one'", "one"),

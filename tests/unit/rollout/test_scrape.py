@@ -20,6 +20,7 @@ from megadiff.models.pipeline_stop import ALIVE_NAME
 from megadiff.rollout.limits import OUTSTANDING_HEADER
 from megadiff.rollout.server import replica as replica_module
 from megadiff.rollout.server.load import Load
+from megadiff.rollout.server.progress import NEW_SHAPE_S, EngineProgress
 from megadiff.rollout.server.replica import Replica
 from megadiff.sync.bucket import bucket_manifest
 from tests.unit.rollout.served import serving
@@ -172,6 +173,24 @@ def test_an_engine_is_silent_when_a_call_takes_longer_than_one_before(
     assert silent_s() == 0
     engine.waits.release()
     second.join()
+
+
+def test_a_first_call_of_a_shape_excuses_others_until_it_must_have_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image of another size is drawn, a run's call waits behind it, and one fails at once."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = EngineProgress(tmp_path)
+    with progress.drawing("known"):
+        now[0] += 5
+    with pytest.raises(RuntimeError), progress.drawing("image"):
+        raise RuntimeError("refused")
+    with progress.drawing("image"), progress.drawing("known"):
+        now[0] += NEW_SHAPE_S - 1
+        assert progress.silent_s() == 0
+        now[0] += 2
+        assert progress.silent_s() == NEW_SHAPE_S + 1 - 5
 
 
 def test_a_clock_that_jumps_is_no_silence(

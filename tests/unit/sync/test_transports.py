@@ -234,6 +234,11 @@ def test_disk_goes_on_beside_folders_that_cannot_be_removed(tmp_path, monkeypatc
     assert disk.versions(tmp_path) == [1]
     assert_held(target)
 
+    # Of a whole version that stays, late joiners would take the weights.
+    other = DiskTransport([target], folder=tmp_path)
+    with pytest.raises(PermissionError, match="version_00000001 is of another run and cannot"):
+        other.begin(0, MANIFEST, None)
+
 
 def test_disk_keeps_what_a_second_push_of_a_version_leaves_out(tmp_path):
     """As that of a lagging LoRA after an evaluation, for which replicas that slept got all."""

@@ -55,6 +55,12 @@ reward: {{counted: {{type: "{HERE}:Counted"}}}}
     return [str(tmp_path / "config.yaml")]
 
 
+def test_rewards_that_are_all_only_watched_train_nothing(arguments: list[str]) -> None:
+    with ExitStack() as stack:
+        with pytest.raises(ValueError, match="1 rewards have weight 0, need at least 1 with ano"):
+            check(load_config([*arguments, "reward.counted.weight=0"]), world_size=1, stack=stack)
+
+
 def test_rewards_are_constructed_once_and_handed_over(arguments: list[str]) -> None:
     with ExitStack() as stack:
         *_, scorer = check(load_config(arguments), world_size=1, stack=stack)

@@ -201,7 +201,9 @@ def test_two_evaluations_in_one_folder_are_refused(capsys, tiny_model, tmp_path,
     asked = [tiny_model, "--prompts", prompts, "--reward", "color", *SIZE, "--out", tmp_path]
     with ExitStack() as stack:
         lock(tmp_path, stack)
-        assert f"{tmp_path} is in use by another run (pid {os.getpid()} " in refusal(capsys, *asked)
+        told = refusal(capsys, *asked)
+        assert f"{tmp_path} is in use by another run (pid {os.getpid()} " in told
+        assert "or give this one --out ANOTHER" in told
 
 
 def test_an_earlier_evaluation_is_kept_unless_it_is_to_go(capsys, tiny_model, tmp_path, prompts):
@@ -215,6 +217,7 @@ def test_a_reward_of_the_config_keeps_its_arguments_and_ones_own_may_be_named(
     tiny_model, tmp_path, prompts
 ):
     reward = {"size": {"type": "jpeg_size", "args": {"quality": 30}}, "color": {"type": "color"}}
+    reward["size"]["weight"] = 0  # only watched in training
     model = link(
         tiny_model, tmp_path / "own", {"reward": reward, "rollout": {"height": 64, "width": 64}}
     )
@@ -222,3 +225,5 @@ def test_a_reward_of_the_config_keeps_its_arguments_and_ones_own_may_be_named(
     subject, _ = subject_of(model, prompts=prompts, reward=["size", own_class])
     assert subject.config.reward["size"].args == {"quality": 30}
     assert list(subject.config.reward) == ["size", "ColorReward"]
+    subject, _ = subject_of(model, prompts=prompts, reward=["size"])
+    assert list(subject.config.reward) == ["size"]
