@@ -114,10 +114,7 @@ class VeOmniEngine(ShardedEngine):
         self._fsdp_modules = [
             module for module in transformer.modules() if isinstance(module, FSDPModule)
         ]
-        # Of GPUs of several sizes: a rank that reduced alone would wait for ever.
-        too_large = float(_too_large(self._parameters, config.engine.dtype, mesh.device))
-        agreed_on = all_reduce_max({"too_large": too_large}, mesh.cpu_group)
-        self._sync_every_microbatch = agreed_on["too_large"] > 0
+        self._sync_every_microbatch = _too_large(self._parameters, config.engine.dtype, mesh)
         self._are_whole = False  # all weights, from one microbatch to the next
         self.gradient_scale = mesh.dp if adapter.veomni_splits_tokens else mesh.dp * mesh.sp
 
@@ -362,7 +359,6 @@ def _prepare_library(mesh: Mesh) -> None:
         torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]  # that is why
     # All that is used here: a rank's start waits for it.
     with collection_paused():
-        import veomni.arguments
         import veomni.distributed.torch_parallelize
         import veomni.models  # noqa: F401
         from veomni.distributed.parallel_state import init_parallel_state, set_parallel_state
@@ -384,9 +380,9 @@ def unsharded_bytes(*, num_elements: int, num_trained: int, itemsize: int) -> in
     return num_elements * itemsize + num_trained * 4
 
 
-def _too_large(parameters: dict[str, DTensor], dtype: str, device: torch.device) -> bool:
-    """Tell whether a rank cannot hold all between microbatches, so that each must be synced."""
-    if device.type == "cpu":
+def _too_large(parameters: dict[str, DTensor], dtype: str, mesh: Mesh) -> bool:
+    """Tell whether some rank cannot hold all between microbatches. Collective: GPUs may differ."""
+    if mesh.device.type == "cpu":
         return False
 
     num_bytes = unsharded_bytes(
@@ -394,12 +390,11 @@ def _too_large(parameters: dict[str, DTensor], dtype: str, device: torch.device)
         num_trained=sum(p.numel() for p in parameters.values() if p.requires_grad),
         itemsize=DTYPES[dtype].itemsize,
     )
-    limit = UNSHARDED_SHARE * torch.cuda.get_device_properties(device).total_memory
+    limit = UNSHARDED_SHARE * torch.cuda.get_device_properties(mesh.device).total_memory
+    shares = all_reduce_max({"of_limit": num_bytes / limit}, mesh.cpu_group)
+    if shares["of_limit"] <= 1:
+        return False
 
-    if num_bytes > limit:
-        logger.info(
-            "gradients are reduced after every microbatch: %.1f GiB unsharded would not fit",
-            num_bytes / 2**30,
-        )
-
-    return num_bytes > limit
+    gib = num_bytes / 2**30
+    logger.info("gradients are reduced after every microbatch: %.1f GiB would not fit", gib)
+    return True

@@ -93,21 +93,25 @@ class RemoteReward(Reward):
         self._pool.close()
 
 
+def _row(sample: RewardSample, files: Sequence[str]) -> dict[str, object]:
+    prompt = sample.prompt
+    return {
+        "prompt": prompt.text,
+        "negative_prompt": prompt.negative_text,
+        "id": prompt.id,
+        "images": [files.index(file) for file in prompt.images],
+        "fields": prompt.fields,
+        "index": sample.sample_index,
+    }
+
+
 def samples_to_npz(samples: Sequence[RewardSample]) -> bytes:
     """Return the body of POST /score."""
     # Each once, though all samples of a group have them.
-    files = list(dict.fromkeys(file for sample in samples for file in sample.prompt.images))
-    rows = [
-        {
-            "prompt": sample.prompt.text,
-            "negative_prompt": sample.prompt.negative_text,
-            "id": sample.prompt.id,
-            "images": [files.index(file) for file in sample.prompt.images],
-            "fields": sample.prompt.fields,
-            "index": sample.sample_index,
-        }
-        for sample in samples
-    ]
+    files: list[str] = []
+    for sample in samples:
+        files += [file for file in sample.prompt.images if file not in files]
+    rows: Any = [_row(sample, files) for sample in samples]
     # What JSON cannot hold goes as a string: dates of a parquet file, and NaN, which Python would
     # write bare.
     rows = json.loads(json.dumps(rows, default=str), parse_constant=str)
