@@ -35,7 +35,10 @@ Values = dict[str, object]
 
 
 class BothParts:
-    """What two ranks write, as one does."""
+    """What two ranks write, as one does.
+
+    Its own part comes last: the checkpoint is complete as soon as the only rank's file is there.
+    """
 
     num_bytes = 0
 
@@ -46,7 +49,7 @@ class BothParts:
         return self
 
     def write(self, folder: Path, given_up: threading.Event) -> None:
-        for part in self.parts:
+        for part in reversed(self.parts):
             part.write(folder, given_up)
 
 
