@@ -168,8 +168,8 @@ def one_rank_mesh(subject: Subject) -> Mesh:
     # several threads.
     with _LOCK:
         world, mesh = _MESHES.get(device_type, (None, None))
-        # A run in this process may have ended them.
-        if mesh is None or not dist.is_initialized() or world is not dist.group.WORLD:
+        # A run in this process may have ended them: WORLD is another then, or None.
+        if mesh is None or world is None or world is not dist.group.WORLD:
             layout = Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1)
             mesh = init_mesh(layout, device_type)
             _MESHES[device_type] = (dist.group.WORLD, mesh)

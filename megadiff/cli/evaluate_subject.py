@@ -152,8 +152,7 @@ def config_of(target: Path, config_arguments: list[str]) -> Config:
 
     if not _is_run(target):
         model_config = target / MODEL_CONFIG
-        base = [*MODEL_DEFAULTS]
-        base += [str(model_config)] if model_config.is_file() else []
+        base = MODEL_DEFAULTS + ([str(model_config)] if model_config.is_file() else [])
         # A recipe's name is that of a run, in whose folder this one has no business.
         named = any(argument.startswith("run.name=") for argument in config_arguments)
         name = [] if named else [f"run.name=evaluate_{target.name}"]

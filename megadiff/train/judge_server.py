@@ -186,6 +186,8 @@ def _environment(gpus: Sequence[int], num_threads: int, *, sleeps: bool) -> dict
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         # vLLM would bind itself to the first cores, where the replicas may be already.
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # Unbound, its worker needs no process of its own: a third less to start.
+        environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return environment
 
 

@@ -23,10 +23,6 @@ IMAGES_PATH = "/v1/images/generations"
 SIZE = re.compile(r"(\d{1,6})x(\d{1,6})")
 
 
-class _NotDrawn(Exception):
-    """vllm-omni has answered a request with an error."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageRequest:
     """Name all that may be asked for, with what bounds are checked against where it is left out.
@@ -118,24 +114,19 @@ async def answer_images(app: Any, replica: Replica, scope: Any, receive: Any, se
             replica.stoppable(receive, timeout_s=limits.image_answer_s) as stop,
         ):
             stoppable = request | {"extra_params": {STOP_KEY: str(stop.path)}}
-            # A run's calls behind it wait: the engine may compile for this size. Errors leave the
-            # context, so that no failed call counts as a fast one.
-            with replica.progress.drawing(_shape(request)):
+            # A run's calls behind it wait: the engine may compile for this size.
+            with replica.progress.drawing(_shape(request)) as note_samples:
                 answer = await _vllm_omni_answer(app, scope, stoppable)
                 if stop.reason:
                     raise Refused(503, f"the image was given up: {stop.reason}")
                 if not answer:
                     raise Refused(500, "see the replica's log")
-                is_drawn = answer[0].get("status") == 200
-                if not is_drawn:
-                    raise _NotDrawn
-    except _NotDrawn:
-        pass  # vllm-omni's answer says why
+                if answer[0].get("status") == 200:  # otherwise it says why
+                    note_samples()
+                    replica.load.num_drawn += num_images
     finally:
         replica.num_image_calls -= 1
 
-    if is_drawn:
-        replica.load.num_drawn += num_images
     for message in answer:
         await send(message)
 

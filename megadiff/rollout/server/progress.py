@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,16 +28,21 @@ class EngineProgress:
         self._pass: tuple[int, float] = (0, 0.0)
 
     @contextmanager
-    def drawing(self, shape: Hashable) -> Iterator[None]:
-        """Note a call for samples. Calls of one shape take the same time."""
+    def drawing(self, shape: Hashable) -> Iterator[Callable[[], None]]:
+        """Note a call for samples; yield what the caller calls once it has them.
+
+        Calls of one shape take the same time. A failed call's time says nothing of theirs.
+        """
         call = object()
         began_s = time.monotonic()
         self._drawing[call] = (shape, began_s)
 
-        try:
-            yield
+        def note_samples() -> None:
             seconds = time.monotonic() - began_s
             self._shape_s[shape] = min(seconds, self._shape_s.get(shape, seconds))
+
+        try:
+            yield note_samples
         finally:
             del self._drawing[call]
 

@@ -145,8 +145,9 @@ class Replica:
             async with self.generating(num_samples) as version, self.stoppable(receive) as stop:
                 start_s = time.monotonic()
                 shape = (requests[0].sampling, num_samples)
-                with self.progress.drawing(shape):
+                with self.progress.drawing(shape) as note_samples:
                     result = await self._sample(requests, stop)
+                    note_samples()
                 engine_s = time.monotonic() - start_s
                 queue_s = self.load.waited_s(start_s)
             self.load.num_drawn += num_samples

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,11 +11,17 @@ import torch
 
 from megadiff.data.prompts import prompt_id
 from megadiff.rewards.base import RewardSample
+from megadiff.rewards.remote import TOKEN_VARIABLE
 from megadiff.types import Prompt, RolloutGroup, Sampling
 
 
 def _prompt(text: str, /, **fields: object) -> Prompt:
     return Prompt(text=text, id=prompt_id(text, " "), fields=fields)
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -24,6 +33,24 @@ def make_sample() -> Callable[..., RewardSample]:
         return RewardSample(pixels=pixels, prompt=_prompt(text, **fields), sample_index=0)
 
     return make
+
+
+@pytest.fixture
+def samples(make_sample: Callable[..., RewardSample], tmp_path: Path) -> list[RewardSample]:
+    """4 videos of noise for one prompt, with two images and columns as a parquet file has them."""
+    generator = np.random.default_rng(0)
+    columns = {"day": datetime.date(2026, 11, 24), "share": float("nan"), "tags": ["é", None]}
+    files = [tmp_path / "first.png", tmp_path / "ünïcode"]
+    for file in files:
+        file.write_bytes(generator.bytes(100))
+
+    def make(index: int) -> RewardSample:
+        pixels = generator.integers(0, 256, (2, 5, 7, 3), np.uint8)
+        sample = make_sample(pixels, "a “red” 円\0", **columns)
+        prompt = replace(sample.prompt, negative_text="ugly", images=tuple(map(str, files)))
+        return replace(sample, prompt=prompt, sample_index=index)
+
+    return [make(index) for index in range(4)]
 
 
 @pytest.fixture

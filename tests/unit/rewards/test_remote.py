@@ -1,49 +1,33 @@
-"""Remote rewards: exact pixels, faults that end as documented, and servers that trust nobody."""
+"""Remote rewards: what a server may do wrong, and what a run does then."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import datetime
-import io
-import json
-import os
-import pickle
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from megadiff.cli import score as command
 from megadiff.config.load import load_rewards
 from megadiff.config.rewards import RewardConfig
-from megadiff.rewards import server as score_server
 from megadiff.rewards.answers import WrongAnswer, score_checked
 from megadiff.rewards.base import (
-    Reward,
     RewardContext,
     RewardError,
     ScoreFailed,
     build_reward,
     build_rewards,
 )
-from megadiff.rewards.remote import TOKEN_VARIABLE, RemoteReward, samples_to_npz
+from megadiff.rewards.remote import RemoteReward
 from megadiff.rewards.score import Scorer
-from megadiff.rewards.server import ScoreServer
 from tests.unit.process.strangers import Stranger, reply
-from tests.unit.rewards.byte_reward import ByteReward
+from tests.unit.rewards.far_reward import remote
 from tests.unit.rewards.fault_server import fault_server
 from tests.unit.rewards.test_http_pool import free_port
 
@@ -51,55 +35,6 @@ pytestmark = pytest.mark.slow  # most of it waits for servers that do not answer
 
 ROOT = Path(__file__).parents[3]
 CONTEXT = RewardContext(device=torch.device("cpu"))
-TOKEN = "0123456789abcdef-score"
-CONFIG = """
-reward:
-  bytes: {type: "tests.unit.rewards.byte_reward:ByteReward", args: {refused: "a black hole"}}
-"""
-
-
-@pytest.fixture(autouse=True)
-def no_token(monkeypatch):
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-
-
-@pytest.fixture
-def samples(make_sample, tmp_path):
-    """4 videos of noise for one prompt, with two images and columns as a parquet file has them."""
-    generator = np.random.default_rng(0)
-    columns = {"day": datetime.date(2026, 11, 24), "share": float("nan"), "tags": ["é", None]}
-    files = [tmp_path / "first.png", tmp_path / "ünïcode"]
-    for file in files:
-        file.write_bytes(generator.bytes(100))
-
-    def make(index):
-        pixels = generator.integers(0, 256, (2, 5, 7, 3), np.uint8)
-        sample = make_sample(pixels, "a “red” 円\0", **columns)
-        prompt = replace(sample.prompt, negative_text="ugly", images=tuple(map(str, files)))
-        return replace(sample, prompt=prompt, sample_index=index)
-
-    return [make(index) for index in range(4)]
-
-
-def remote(url, **arguments) -> RemoteReward:
-    limits = {"timeout_s": 20.0, "deadline_s": 20.0, **arguments}
-    return build_reward("far", RewardConfig(type="remote", args={"url": url, **limits}))
-
-
-@contextlib.contextmanager
-def serving(reward):
-    with ScoreServer(reward, host="127.0.0.1", port=0, token="") as server:
-        server.server_activate()
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-# The faults of a server
 
 
 @pytest.mark.parametrize("fault", ["", "slow", "500", "half", "hang", "drip", "html"])
@@ -216,325 +151,6 @@ def test_wrong_settings_are_refused_by_the_constructor(monkeypatch, arguments, t
     monkeypatch.setenv("BAD_TOKEN", "a\nb")
     with pytest.raises(ValueError, match=re.escape(text)):
         build_reward("far", RewardConfig(type="remote", args=arguments))
-
-
-# A server of ours, in this process
-
-
-class Busy(Reward):
-    """Count the calls that run at once."""
-
-    workers = 2
-    samples_per_call = 1
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.now = 0
-        self.most = 0
-        self.calls = 0
-
-    def score(self, samples):
-        with self.lock:
-            self.calls += 1
-            self.now += 1
-            self.most = max(self.most, self.now)
-        time.sleep(0.05)
-        with self.lock:
-            self.now -= 1
-        return [0.5]
-
-
-def test_as_many_calls_run_at_once_as_the_reward_has_workers(samples):
-    busy = Busy()
-    with serving(busy) as url, contextlib.closing(remote(url)) as far:
-        with ThreadPoolExecutor(8) as threads:
-            answers = list(threads.map(lambda _: far.score(samples[:2]), range(8)))
-    assert answers == [[0.5, 0.5]] * 8
-    assert busy.most == 2
-    assert busy.calls == 16
-
-
-class Shifts(Reward):
-    """Answer 3 values and then 1 for calls of 2, or texts."""
-
-    samples_per_call = 2
-
-    def __init__(self, *answers):
-        self.answers = list(answers)
-
-    def score(self, samples):
-        return self.answers.pop(0)
-
-
-@pytest.mark.parametrize("answers", [([1, 2, 3], [9]), (["0.5", "0.7"],), ([1.0, float("nan")],)])
-def test_answers_are_checked_where_they_are_made(samples, answers):
-    """A chunk that is too long and one that is too short would be as many as were asked for."""
-    with serving(Shifts(*answers)) as url, contextlib.closing(remote(url)) as far:
-        with pytest.raises(ScoreFailed, match="answered 422.*returned"):
-            far.score(samples[:4])
-
-
-def test_who_has_left_is_not_scored(samples):
-    """A server that is behind does not spend its time on requests that are asked again."""
-    busy = Busy()
-    with serving(busy) as url:
-        impatient = remote(url, timeout_s=0.12, deadline_s=0.12)
-        with contextlib.closing(impatient), ThreadPoolExecutor(8) as threads:
-            calls = [threads.submit(impatient.score, samples) for _ in range(8)]
-        assert all(isinstance(call.exception(), ScoreFailed) for call in calls)
-    assert busy.calls < 8 * 4 / 2
-
-
-def test_a_reward_that_hangs_does_not_hang_the_others(samples, monkeypatch):
-    monkeypatch.setattr(score_server, "QUEUE_S", 0.1)
-    over = threading.Event()
-
-    class Hangs(Reward):
-        workers = 1
-
-        def score(self, samples):
-            over.wait()
-            return [0.5] * len(samples)
-
-    with serving(Hangs()) as url, contextlib.closing(remote(url, deadline_s=20)) as patient:
-        impatient = remote(url, timeout_s=1, deadline_s=1)
-        with contextlib.closing(impatient), ThreadPoolExecutor(4) as threads:
-            first = threads.submit(patient.score, samples)
-            time.sleep(0.1)
-            others = [threads.submit(impatient.score, samples) for _ in range(3)]
-            for other in others:
-                assert "no turn within 0.1 s: the reward may hang" in str(other.exception())
-            over.set()
-            assert first.result() == [0.5] * 4
-
-
-def test_what_a_reward_raises(samples):
-    """A failed sample is null, ValueError is the request's fault, anything else may pass."""
-    errors = [ScoreFailed("it is asleep"), MemoryError("full"), ValueError("no such language")]
-
-    class Raises(Reward):
-        def score(self, samples):
-            if errors:
-                raise errors.pop(0)
-            return torch.full((len(samples),), 0.25)
-
-    with serving(Raises()) as url, contextlib.closing(remote(url)) as far:
-        assert far.score(samples) == [None] * 4
-        with pytest.raises(ScoreFailed, match="answered 422.*no such language"):
-            far.score(samples)
-        assert far.figures() == {"retries": 1.0}
-        assert far.score(samples) == [0.25] * 4
-
-
-def test_a_prompt_that_the_reward_refuses_is_refused_before_it_is_scored(samples):
-    """At the client another reward stands, which refuses nothing."""
-    busy = Busy()
-
-    def validate(prompts):
-        raise ValueError(f"{len(prompts)} prompts without a quoted text")
-
-    busy.validate = validate
-    with serving(busy) as url, contextlib.closing(remote(url)) as far:
-        with pytest.raises(ScoreFailed, match="answered 422.*1 prompts without a quoted text"):
-            far.score(samples)
-    assert not busy.calls
-
-
-def test_a_frame_that_a_server_within_the_server_gave_up_is_a_failed_sample(samples):
-    """Reward frame hands on what the other one raised; asking again would be useless."""
-    frame = build_reward("frame", RewardConfig(type="frame", args={"reward": "color"}))
-
-    def asleep(samples):
-        raise ScoreFailed("it is asleep")
-
-    frame.inner.score = asleep
-    with serving(frame) as url, contextlib.closing(remote(url)) as far:
-        assert far.score(samples) == [None] * 4
-        assert far.figures() == {"retries": 0.0}
-
-
-def test_a_request_that_is_too_large_is_refused(samples, monkeypatch):
-    monkeypatch.setattr(score_server, "MAX_BYTES", 1000)
-    big = [replace(samples[0], pixels=np.zeros((1, 1024, 2048, 3), np.uint8))]
-    with serving(ByteReward()) as url:
-        with contextlib.closing(remote(url)) as far:
-            with pytest.raises(ScoreFailed, match="413: .*at most 1000 are taken; send fewer samp"):
-                far.score(big)
-
-
-# A server of ours, as a process
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """A real `megadiff score`, with a token: (its url, the process)."""
-    folder = tmp_path_factory.mktemp("score")
-    (folder / "config.yaml").write_text(CONFIG)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), TOKEN_VARIABLE: TOKEN}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megadiff.cli.main", "score", "config.yaml", "--port", "0"],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=(folder / "log").open("w"),
-        text=True,
-    )
-    try:
-        line = process.stdout.readline()
-        assert "reward 'bytes' is served at http://127.0.0.1:" in line, (folder / "log").read_text()
-        yield line.split()[-1], process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def post(url: str, body: bytes, *, token: str = TOKEN) -> tuple[int, dict]:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(f"{url}/score", body, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-
-
-def npz(**arrays) -> bytes:
-    body = io.BytesIO()
-    np.savez(body, **arrays)
-    return body.getvalue()
-
-
-def test_a_served_reward_sees_every_byte(served, samples, monkeypatch):
-    url, _ = served
-    monkeypatch.setenv("MY_TOKEN", TOKEN)
-    with contextlib.closing(remote(url, token_env="MY_TOKEN")) as far:
-        far.open(CONTEXT)
-        scores = far.score(samples)
-        refused = replace(samples[0], prompt=replace(samples[0].prompt, text="a black hole"))
-        with pytest.raises(ScoreFailed, match="422: .*'a black hole' cannot be scored"):
-            far.score([refused])
-
-    near = ByteReward()
-    near.open(CONTEXT)
-    # What JSON cannot hold arrives as text.
-    fields = {"day": "2026-11-24", "share": "NaN", "tags": ["é", None]}
-    prompt = replace(samples[0].prompt, fields=fields)
-    arrived = [replace(sample, prompt=prompt) for sample in samples]
-    assert scores == near.score(arrived[:3]) + near.score(arrived[3:])
-    assert len(set(scores)) == 4
-
-
-@pytest.mark.parametrize(
-    ("token", "text"), [("", "brings no token"), ("another-token-by-16", "another token than this")]
-)
-def test_only_the_token_opens_it(served, samples, monkeypatch, token, text):
-    url, _ = served
-    monkeypatch.setenv(TOKEN_VARIABLE, token)
-    with contextlib.closing(remote(url)) as far:
-        with pytest.raises(ValueError, match=f"is no scorer: .*401: .*{text}"):
-            far.open(CONTEXT)
-        with pytest.raises(ScoreFailed, match=f"401: .*{text}"):
-            far.score(samples)
-        assert far.figures() == {"retries": 0.0}
-
-
-class Program:
-    """Unpickling it makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
-def test_bad_bodies_are_refused_with_the_reason(served, samples, tmp_path):
-    url, _ = served
-    whole = samples_to_npz(samples)
-    program = Program(tmp_path / "it_ran")
-    pixels = np.zeros((1, 1, 4, 4, 3), np.uint8)
-    row = {"prompt": "a", "negative_prompt": "", "id": "0", "fields": {}, "index": 0, "images": []}
-
-    def rows(*values):
-        return np.frombuffer(json.dumps(values).encode(), np.uint8)
-
-    bomb = io.BytesIO()
-    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
-        with archive.open("pixels.npy", "w", force_zip64=True) as stream:
-            for _ in range(33):
-                stream.write(bytes(2**20))
-    # its directory claims as much as such a bomb would hold
-    size = (33 * 2**20).to_bytes(4, "little")
-    claimed = bomb.getvalue().replace(size, (2**32 - 2**20).to_bytes(4, "little"))
-
-    bodies = {
-        "File is not a zip file": [b"", b"abc", whole[:-40], pickle.dumps(program)],
-        "allow_pickle=False": [
-            npz(pixels=np.array([program], object), samples=rows(row)),
-            npz(pixels=pixels, samples=np.array([program], object)),
-        ],
-        "Bad CRC-32": [whole.replace(samples[0].pixels.tobytes(), bytes(210))],
-        "pixels is not a file in the archive": [npz(samples=rows(row))],
-        "it unpacks to 42": [claimed],
-        r"pixels are float32 \[1, 1, 4, 4, 3\], must be uint8": [
-            npz(pixels=pixels.astype(np.float32), samples=rows(row))
-        ],
-        r"pixels are uint8 \[1, 4, 4, 3\]": [npz(pixels=pixels[0], samples=rows(row))],
-        "samples has 2 for pixels of 1": [npz(pixels=pixels, samples=rows(row, row))],
-        "JSONDecodeError": [npz(pixels=pixels, samples=np.frombuffer(b"{", np.uint8))],
-        r"images of a row are \[1\], must be .* of which the body has 1": [
-            npz(pixels=pixels, samples=rows({**row, "images": [1]}), image_0=np.zeros(1, np.uint8))
-        ],
-        "a row of samples is .*'x'.* must be an object": [npz(pixels=pixels, samples=rows("x"))],
-        "a row of samples is .* must be": [npz(pixels=pixels, samples=rows({**row, "id": 5}))],
-    }
-    for reason, group in bodies.items():
-        for body in group:
-            status, answer = post(url, body)
-            assert status == 422, (reason, answer)
-            assert re.search(reason, answer["error"]), answer
-    assert not program.folder.exists()
-    status, answer = post(url, whole)
-    assert status == 200 and len(answer["scores"]) == 4
-
-
-def test_sigterm_ends_it(served):
-    """The last test with this server."""
-    url, process = served
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 0
-    with pytest.raises(urllib.error.URLError, match="refused"):
-        post(url, b"")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--host", "0.0.0.0"], f"0.0.0.0 is not on loopback, and {TOKEN_VARIABLE} is not set"),
-        (["reward.two.type=jpeg_size"], "--reward is not given: choose 1 of the 2 rewards in "),
-        (["--reward", "pick"], "--reward pick: choose 1 of the 1 rewards in "),
-        (
-            ["reward.two.type=jpeg_size"],
-            "config.yaml reward.two.type=jpeg_size: bytes, two",
-        ),
-        (["reward.two.weight=1"], "missing reward.two.type"),
-        (["reward.bytes.args.refused=1", "rewards=1"], "unknown key rewards; did you mean reward"),
-    ],
-)
-def test_settings_that_cannot_work(tmp_path, capsys, arguments, text):
-    config = tmp_path / "config.yaml"
-    config.write_text(CONFIG)
-    assert command.main([str(config), "--port", "0", *arguments]) == 2
-    assert text in capsys.readouterr().err
-
-
-def test_an_address_that_is_taken(tmp_path, capsys, monkeypatch):
-    config = tmp_path / "config.yaml"
-    config.write_text(CONFIG)
-    with fault_server() as other:
-        port = other.url.rpartition(":")[2]
-        assert command.main([str(config), "--port", port]) == 2
-    assert "Address already in use" in capsys.readouterr().err
 
 
 # The page
