@@ -42,6 +42,7 @@ SAMPLE = RolloutRequest(
     step=1,
 )
 IMAGE = {"prompt": "a red star", "size": "64x64", "num_inference_steps": 2, "n": 1, "seed": 1}
+COSTLY = ("size", "num_inference_steps")
 HEADERS = (
     [],
     ["Content-Length: 0"],
@@ -94,7 +95,11 @@ def spoiled(value: Any, rng: random.Random) -> Any:
 def body_of(path: str, right: dict[str, Any], rng: random.Random) -> bytes:
     """Return a body that is nearly right, of another route, cut, or noise."""
     value = right.get(path) if rng.random() < 0.9 else rng.choice(list(right.values()))
-    text = json.dumps(spoiled(value if value is not None else {}, rng)).encode()
+    value = spoiled(value if value is not None else {}, rng)
+    if isinstance(value, dict) and "prompt" in value:
+        # Left out or null, they are 1024² pixels and 50 steps: a minute of a CPU for each request.
+        value |= {key: IMAGE[key] for key in COSTLY if value.get(key) is None}
+    text = json.dumps(value).encode()
     kind = rng.random()
     if kind < 0.7:
         return text

@@ -19,6 +19,7 @@ from tests.distributed.engines import LOSS, build, mine
 from tests.distributed.families import FAMILIES, case_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded_model import Case, Layout, Ranks, write_references
+from tests.extra import cases, extra
 
 LAYOUTS = {
     1: [Layout(compiled=True)],
@@ -29,7 +30,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["sd35", "wan22_ti2v"])
+@pytest.mark.parametrize("name", cases(("sd35", "wan22_ti2v"), extra_ones=("sd35",)))
 def test_equals_the_unsharded_transformer(name: str, tmp_path: Path) -> None:
     """Outputs within 2e-6 and all gradients within 5e-6, in one graph a kind of block."""
     write_references(
@@ -71,6 +72,7 @@ def _cut_worker(case: Case, pipeline: Path) -> None:
     assert counters["graph_break"], "nothing cut a graph"
 
 
+@extra  # of VeOmni: test_veomni_engine.py
 def test_a_text_of_another_length_compiles_nothing(tiny_model: Path) -> None:
     run_ranks(_lengths_worker, 2, tiny_model)
 

@@ -20,6 +20,7 @@ from megadiff.engines.microbatch import cut_rows
 from megadiff.models.registry import build_adapter
 from tests.distributed.engines import LOSS, build, only, train_batch
 from tests.distributed.ranks import run_ranks
+from tests.extra import cases
 
 LORA = (4, 6.0)
 CASES = {  # backend, family, world size, sizes of the axes, what else the engine is built with
@@ -48,7 +49,7 @@ BUDGETS = {
 }  # of activations → forwards of each block, uncompiled
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, extra_ones=("megatron_lora_compiled",)))
 def test_gradients_do_not_depend_on_what_is_recomputed(case, tiny_model, tiny_wan):
     _, family, world_size, _, _ = CASES[case]
     run_ranks(

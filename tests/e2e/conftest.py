@@ -33,6 +33,9 @@ optim: {lr: 1e-4}
 parallel: {dp: 0}
 track: []
 """
+# The gate is a third of what such a short run computes. Runs whose test is about it ask for it.
+GATED = "parity.mode=refuse"
+UNGATED = "parity.mode=off"
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class Trainer:
             if any(override.startswith("reward.") for override in overrides)
             else ["reward.color.type=color"]
         )
-        return [*launcher, str(base), *fixed, *prompts, *rewards, *overrides]
+        gate = [] if any(override.startswith("parity.") for override in overrides) else [UNGATED]
+        return [*launcher, str(base), *fixed, *prompts, *rewards, *gate, *overrides]
 
     def run(
         self,

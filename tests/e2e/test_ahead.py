@@ -15,6 +15,7 @@ from tests.e2e.conftest import Result, Trainer, train_in_ranks
 from tests.e2e.test_invariance import SAME, assert_close
 from tests.e2e.test_rescue import rows_of, saved_steps
 from tests.e2e.test_stop import EX_TEMPFAIL
+from tests.extra import cases
 
 NUM_STEPS = 5
 SAME_HERE = [key for key in SAME if key != "policy/kl_ref"]  # no reference here
@@ -112,7 +113,7 @@ def test_two_ranks_go_on_from_one_ranks_samples(tmp_path, tiny_model, keys, whol
     assert [row["rollout/staleness"] for row in one.rows] == [1, 1]
 
 
-@pytest.mark.parametrize("stage", ["rollout", "train"])
+@pytest.mark.parametrize("stage", cases(("rollout", "train"), extra_ones=("train",)))
 def test_a_stop_keeps_the_samples_in_flight(trainer, keys, whole, stage):
     """Asked while step 2's samples are drawn, or in an update."""
     keys = [*keys, "checkpoint.every=0"]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import GATED
 from tests.e2e.servers import start_replicas, stop
 
 BROKEN = Path(__file__).with_name("broken_replica.py")
@@ -37,9 +38,8 @@ def test_broken_on_purpose(trainer, broken, fault, text):
     # another start than the replica loaded from disk: a skipped tensor would otherwise hold the
     # right bits by luck
     model = _perturbed(trainer.model, trainer.folder)
-    result = trainer.run(
-        "rollout.mode=separate", f"rollout.registry={registry}", f"model.path={model}"
-    )
+    separate = ("rollout.mode=separate", f"rollout.registry={registry}")
+    result = trainer.run(*separate, GATED, f"model.path={model}")
     assert result.code == 1
     assert text in result.stderr
     assert not (result.folder / "metrics.jsonl").exists() or not result.rows
@@ -64,7 +64,7 @@ GUIDED = "rollout.true_cfg_scale=4"
 def test_another_policy_is_refused_with_the_group_named(trainer, broken, fault, where, overrides):
     """Also where it is right for the first group of a call, and the run's calls have one only."""
     file, registry = broken
-    shared = ["rollout.mode=separate", f"rollout.registry={registry}", "train.num_steps=0"]
+    shared = ["rollout.mode=separate", f"rollout.registry={registry}", "train.num_steps=0", GATED]
     shared += ["rollout.batch_size=4", "algorithm.group_size=4"]
     file.write_text("none")
     result = trainer.run(*shared, *overrides, name="whole")
@@ -112,7 +112,7 @@ def test_auto_recomputes_where_rounding_reaches_the_clip_range(trainer, broken):
     file, registry = broken
     file.write_text("nudge")
     settings = ["rollout.mode=separate", f"rollout.registry={registry}", "train.updates_per_step=1"]
-    settings += ["algorithm.old_log_prob=auto", "algorithm.clip_range=1e-6"]
+    settings += ["algorithm.old_log_prob=auto", "algorithm.clip_range=1e-6", GATED]
     result = trainer.run(*settings, "train.num_steps=1")
     assert result.code == 0, result.stderr
     (row,) = result.rows

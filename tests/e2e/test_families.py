@@ -17,9 +17,10 @@ from PIL import Image
 
 from examples.tiny_models import bagel, qwen_image_edit, sd3, wan22, z_image
 from megadiff.rollout.client.client import ReplicaClient
-from tests.e2e.conftest import Result, Trainer, train_in_ranks
+from tests.e2e.conftest import GATED, Result, Trainer, train_in_ranks
 from tests.e2e.fault_table import gate_under
 from tests.e2e.servers import start_replicas, stop
+from tests.extra import cases
 
 BROKEN = Path(__file__).with_name("broken_replica.py")
 GAP = "parity/log_prob_gap_max"
@@ -28,7 +29,6 @@ SCHEDULE = "parity/schedule_gap_max"
 EMBEDDING = "parity/embedding_gap_max"
 ANY = "gap_max"
 FINE = "algorithm.clip_range=1e-6"  # the gate allows half of it: roundings to bfloat16 are found
-UNGATED = "parity.mode=off"
 VEOMNI = ("parallel.sp=2",)
 MEGATRON = ("engine.backend=megatron", "parallel.tp=2")
 SIZES = ((64, 64), (96, 48), (48, 96))  # of the images that are given, height and width
@@ -152,7 +152,7 @@ class World:
     def arguments(self, *overrides: str) -> list[str]:
         """Return those of `megadiff train`, for the gate alone: with texts of several lengths."""
         one_group = ("rollout.batch_size=4", "algorithm.group_size=4")
-        command = self.trainer.command(*self.overrides, *one_group, FINE, *overrides)
+        command = self.trainer.command(*self.overrides, *one_group, FINE, GATED, *overrides)
         return command[command.index("megadiff.cli.train") + 1 :]
 
     def run(self, name: str, *overrides: str, num_processes: int = 1) -> Result:
@@ -213,7 +213,7 @@ def write_rows(folder: Path, family: Family) -> Path:
     return path
 
 
-@pytest.mark.parametrize("world", FAMILIES, indirect=True)
+@pytest.mark.parametrize("world", cases(FAMILIES, extra_ones=("edit_2509",)), indirect=True)
 def test_the_gate_finds_each_fault(world: World, tmp_path: Path) -> None:
     """With guidance, and texts of several lengths in one call."""
     faults = {**COMMON_FAULTS, **world.family.faults}
@@ -256,9 +256,9 @@ def test_the_gate_passes_on_the_gpu_hosts_vllm_omni(world: World, tmp_path: Path
 @pytest.mark.parametrize("world", RUNS, indirect=True)
 def test_layout_does_not_matter(world: World) -> None:
     """Three steps, each from pushed weights: whole, and split in two. The gate has its own test."""
-    expected_rows = world.run("one", UNGATED).rows
+    expected_rows = world.run("one").rows
     assert len(expected_rows) == 3
-    rows = world.run("two", UNGATED, *world.family.layout, num_processes=2).rows
+    rows = world.run("two", *world.family.layout, num_processes=2).rows
     for row, expected in zip(rows, expected_rows, strict=True):
         assert row["reward/mean"] == pytest.approx(expected["reward/mean"], rel=2e-4)
         assert row["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=2e-4)
@@ -271,10 +271,10 @@ def test_lora_is_bound_in_every_layer(world: World) -> None:
     run goes on under another layout.
     """
     lora = ("lora.rank=4", "lora.alpha=8", "checkpoint.every=1", "train.updates_per_step=1")
-    rows = world.run("lora", *lora, "train.num_steps=2").rows
+    rows = world.run("lora", GATED, *lora, "train.num_steps=2").rows
     assert rows[0][GAP] <= 1e-7
     # with one update a batch the trainer's log_probs are the replica's, of the LoRA it just bound
     assert max(row["policy/kl_old"] for row in rows) <= 1e-14
-    more = world.run("lora", UNGATED, *lora, *MEGATRON, num_processes=2).rows
+    more = world.run("lora", *lora, *MEGATRON, num_processes=2).rows
     assert [row["step"] for row in more if row["step"]] == [1, 2, 3]
     assert more[-1]["policy/kl_old"] <= 1e-13

@@ -17,6 +17,7 @@ from megadiff.checkpoint.checkpoints import whole_looking
 from megadiff.cli.train import main
 from tests.distributed.ranks import Command
 from tests.e2e.asking import by_file
+from tests.e2e.conftest import GATED
 from tests.e2e.servers import fork_replica
 from tests.e2e.test_rescue import forked_trainer, give_replicas_back, rows_of
 from tests.e2e.test_stop import EX_TEMPFAIL
@@ -175,7 +176,7 @@ def test_separate_replicas_come_and_go_and_no_bit_changes(trainer, registry, sta
     fork = partial(fork_replica, folder=trainer.folder, command=command)
     run = trainer.folder / "run"
     ours = f"rollout.registry={trainer.folder / 'registry'}"
-    keys = ["rollout.mode=separate", "checkpoint.every=0"]
+    keys = ["rollout.mode=separate", "checkpoint.every=0", GATED]  # who joins passes it, too
 
     def happened(text: str) -> bool:
         file = run / "events.jsonl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.e2e.conftest import Trainer
+from tests.e2e.conftest import GATED, Trainer
 
 GAP = "parity/log_prob_gap_max"
 
@@ -17,6 +17,7 @@ def test_a_run_trains_in_fp8_on_its_own_log_probs(trainer: Trainer, registry: Pa
     result = trainer.run(
         "engine={fp8: tensorwise, dtype: bfloat16}",
         "algorithm.old_log_prob=auto",
+        GATED,
         "rollout.mode=separate",
         f"rollout.registry={registry}",
         "train.num_steps=2",

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.e2e.conftest import ENVIRONMENT, Result
+from tests.e2e.conftest import ENVIRONMENT, GATED, Result
+from tests.extra import extra
 
 LAYOUTS = {
     "sp2": (2, ["parallel.sp=2"]),
@@ -29,7 +30,7 @@ def reference(shared, tmp_path_factory, tiny_model):
     from tests.e2e.conftest import Trainer
 
     result = Trainer(tmp_path_factory.mktemp("reference"), tiny_model).run(
-        *shared, "train.num_steps=6", name="whole"
+        *shared, GATED, "train.num_steps=6", name="whole"
     )
     assert result.code == 0, result.stderr
     return result.rows
@@ -56,11 +57,12 @@ def test_layout_does_not_matter(in_ranks, shared, reference, name):
     assert_close(result.rows, reference[:3])
 
 
+@extra  # under Slurm: tests/slurm/test_slurm.py
 def test_colocated_on_two_nodes(trainer, reference):
     """A torchrun for each node, whose rank starts a replica of its own: it is a world of its own.
     It sleeps, as on a GPU, while the trainer works.
     """
-    overrides = ("parallel.dp=2", "algorithm.kl_coef=0.04", "rollout.sleep=always")
+    overrides = ("parallel.dp=2", "algorithm.kl_coef=0.04", "rollout.sleep=always", GATED)
     command = trainer.command(*overrides)[3:]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -111,15 +113,15 @@ def test_on_policy_with_one_update_and_guidance(in_ranks, shared, name, override
     sampled.
     """
     once = ("rollout.true_cfg_scale=4", "train.updates_per_step=1", "train.num_steps=1")
-    (row,) = in_ranks(name, 1, *shared, *once, *overrides).rows
+    (row,) = in_ranks(name, 1, *shared, GATED, *once, *overrides).rows
     assert row["parity/log_prob_gap_max"] <= 1e-4
     assert row["policy/kl_old"] <= 1e-6 and row["policy/clip_fraction"] == 0
 
 
 def test_three_resume_three_is_six(trainer, shared, reference):
-    first = trainer.run(*shared, "train.num_steps=3", name="halves")
+    first = trainer.run(*shared, GATED, "train.num_steps=3", name="halves")
     assert first.code == 0, first.stderr
-    second = trainer.run(*shared, "train.num_steps=6", name="halves")
+    second = trainer.run(*shared, GATED, "train.num_steps=6", name="halves")
     assert second.code == 0, second.stderr
     assert "resumed from" in second.stderr
     for row, expected in zip(second.rows, reference, strict=True):

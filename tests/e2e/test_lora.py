@@ -20,7 +20,7 @@ from megadiff.rollout.client.client import ReplicaClient
 from megadiff.sync.bucket import encode_bucket
 from megadiff.tensors.manifest import folder_manifest
 from tests.distributed.ranks import run_ranks
-from tests.e2e.conftest import ROOT, Result
+from tests.e2e.conftest import GATED, ROOT, Result
 
 MEGATRON = "engine.backend=megatron"
 RANK, ALPHA = 4, 8
@@ -67,7 +67,7 @@ def reference(runs):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_and_transport_gives_the_same_metrics(runs, reference, name):
     num_ranks, overrides = LAYOUTS[name]
-    rows = runs(name, num_ranks, *overrides, "rollout.num_replicas=2").rows
+    rows = runs(name, num_ranks, GATED, *overrides, "rollout.num_replicas=2").rows
     assert rows[0]["parity/log_prob_gap_max"] <= 1e-6
     for row, expected in zip(rows, _steps(reference)[:3], strict=True):
         for key in SAME:

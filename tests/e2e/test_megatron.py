@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.e2e.conftest import train_rank
+from tests.e2e.conftest import GATED, train_rank
+from tests.extra import extra
 
 MEGATRON = "engine.backend=megatron"
 LAYOUTS = {  # number of processes, overrides; sequence parallelism is on unless it is switched off
@@ -42,11 +43,12 @@ def reference(runs):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_gives_the_veomni_engines_metrics(name, runs, reference):
     num_processes, overrides = LAYOUTS[name]
-    result = runs(name, num_processes, MEGATRON, *overrides)
+    result = runs(name, num_processes, MEGATRON, GATED, *overrides)
     _close(result.rows, reference)
     assert result.rows[0]["parity/log_prob_gap_max"] <= 1e-5
 
 
+@extra  # gradients of compiled blocks: tests/distributed/test_megatron_compiled.py
 def test_compiled_blocks_give_the_same_metrics(runs, tmp_path):
     """In one step of prompts of one length: each shape is a variant, compiled for seconds."""
     prompts = tmp_path / "prompts.txt"
@@ -58,7 +60,7 @@ def test_compiled_blocks_give_the_same_metrics(runs, tmp_path):
     plain = runs("plain", 1, *shared).rows
 
     compiled = ["parallel.tp=2", "engine.compile=true", "engine.activation_memory_budget=0.25"]
-    result = runs("compiled", 2, MEGATRON, *shared, *compiled, worker=_train_compiled)
+    result = runs("compiled", 2, MEGATRON, GATED, *shared, *compiled, worker=_train_compiled)
     _close(result.rows, plain)
     assert result.rows[0]["parity/log_prob_gap_max"] <= 1e-5
 

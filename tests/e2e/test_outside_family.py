@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megadiff.rollout.spec import read_spec
-from tests.e2e.conftest import Result, Trainer
+from tests.e2e.conftest import GATED, Result, Trainer
 from tests.e2e.servers import ENVIRONMENT, ROOT
 
 FAMILY = "my_family:StaticShiftAdapter"
@@ -22,7 +22,7 @@ def test_a_family_of_ones_own_trains(tiny_model: Path, tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "static_shift.py", tmp_path / "my_family.py")
 
     trainer = Trainer(tmp_path, model)
-    command = trainer.command(f"model.family={FAMILY}", "train.num_steps=2")
+    command = trainer.command(f"model.family={FAMILY}", "train.num_steps=2", GATED)
     command = [sys.executable, "-m", "megadiff.cli.main", "train", *command[3:]]
     done = subprocess.run(
         command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300

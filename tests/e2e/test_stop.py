@@ -15,7 +15,7 @@ from megadiff.cli.train import main
 from megadiff.observe.events import read_events
 from tests.distributed.ranks import run_command, run_ranks
 from tests.e2e.asking import ask_in, by_file, by_signal
-from tests.e2e.conftest import ENVIRONMENT
+from tests.e2e.conftest import ENVIRONMENT, GATED
 from tests.e2e.servers import replicas_of
 from tests.e2e.test_rescue import rows_of, saved_steps
 
@@ -48,7 +48,7 @@ def asked(stage, *, folder=None, text="", pause_s=1.5):
 
 def test_a_stop_in_every_stage_loses_nothing(trainer, shared):
     """Nine attempts of one run. Each is asked in another stage, and the step in flight is kept."""
-    arguments = arguments_for(trainer, shared)
+    arguments = [*arguments_for(trainer, shared), GATED]
     # What the report cannot be written over is a warning, and no failure of the run.
     (trainer.folder / "whole/report.html").mkdir(parents=True)
     whole = trainer.run(*arguments, name="whole")

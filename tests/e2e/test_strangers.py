@@ -142,7 +142,7 @@ def test_a_second_run_on_the_same_registry_gets_nothing(
 
 @pytest.mark.parametrize("token", ["", "another-" + "1" * 24])
 def test_a_run_without_the_token_gets_nothing(guarded: Guarded, run: Runs, token: str) -> None:
-    result = run("outside", token=token, timeout_s=15)
+    result = run("outside", token=token, timeout_s=6)
     assert result.code == 1
     assert f"replica-7 at {guarded.url}: " in result.stderr
     reason = "it refused the trainer's proof" if token else "the trainer has none"

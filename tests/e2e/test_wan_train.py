@@ -14,8 +14,9 @@ from megadiff.data.prompts import prompt_id
 from megadiff.observe.evaluation import evaluation_folder, read_evaluation
 from megadiff.rollout.client.client import ReplicaClient
 from megadiff.tensors.fingerprint import fingerprints
-from tests.e2e.conftest import Result, Trainer, train_in_ranks
+from tests.e2e.conftest import GATED, Result, Trainer, train_in_ranks
 from tests.e2e.pushes import folder_weights, urls_of
+from tests.extra import cases
 
 EXPERTS = ("transformer", "transformer_2")
 COMMON = (  # of 6 steps with shift 5, 0 to 2 are the high-noise expert's
@@ -86,7 +87,7 @@ def follows(rows: list[dict], limit: float) -> bool:
 
 
 def test_one_transformer(run: Run, tiny_wan, wan_registries) -> None:
-    rows = run("ti2v_5b", "plain").rows
+    rows = run("ti2v_5b", "plain", GATED).rows
     assert len(rows) == 2 and rows[0][GAP] <= 1e-5 and follows(rows, 1e-5)
     assert f"{GAP}/transformer" not in rows[0]
     assert differing("ti2v_5b", tiny_wan, wan_registries) == {"transformer"}
@@ -98,7 +99,7 @@ def one_process(run: Run) -> Callable[[str], list[dict]]:
     return cache(lambda kind: run(kind, "one", "train.updates_per_step=2").rows)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cases(LAYOUTS, extra_ones=("t2v_a14b-dp2",)))
 def test_layout_does_not_matter(run: Run, one_process, name: str) -> None:
     kind, layout = name.split("-")
     rows = run(kind, layout, "train.updates_per_step=2", *LAYOUTS[name], num_processes=2).rows
@@ -122,6 +123,7 @@ def test_image_to_video(run: Run, tmp_path: Path) -> None:
     ]
     prompts.write_text("\n".join(lines))
     asked = (
+        GATED,
         "rollout.images=true",
         f"data.prompts={prompts}",
         f"eval.prompts={prompts}",
@@ -145,7 +147,7 @@ def test_both_experts_learn_where_the_window_spans_the_boundary(
     run: Run, tiny_wan, wan_registries
 ) -> None:
     """Guided, each expert by its own scale."""
-    guidance = ("rollout.guidance_scale=3", "rollout.guidance_scale_2=2")
+    guidance = (GATED, "rollout.guidance_scale=3", "rollout.guidance_scale_2=2")
     rows = run("t2v_a14b", "both", *guidance, "sync.transport=disk", THREE_STEPS).rows
     assert follows(rows, 1e-4)
     for component in EXPERTS:
@@ -164,9 +166,8 @@ def test_a_window_on_one_side_trains_one_expert(
     """The gate is of both all the same, and after the first push only the one that learns
     travels.
     """
-    rows = run(
-        "t2v_a14b", component, f"rollout.sde_window_range={window}", "rollout.sde_window_size=2"
-    ).rows
+    keys = (f"rollout.sde_window_range={window}", "rollout.sde_window_size=2")
+    rows = run("t2v_a14b", component, GATED, *keys).rows
     assert follows(rows, 1e-5) and all(rows[0][f"{GAP}/{each}"] <= 1e-5 for each in EXPERTS)
     assert differing("t2v_a14b", tiny_wan, wan_registries) == {component}
     weights = folder_weights(tiny_wan["t2v_a14b"], EXPERTS)
@@ -184,6 +185,7 @@ def test_lora_of_both_experts(run: Run, tiny_wan, wan_registries) -> None:
     rows = run(
         "t2v_a14b",
         "lora",
+        GATED,
         "lora.rank=4",
         "lora.alpha=8",
         "algorithm.kl_coef=0.04",
