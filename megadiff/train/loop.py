@@ -15,6 +15,7 @@ from megadiff.train.reward_metrics import reward_metrics
 from megadiff.train.run import RunParts
 from megadiff.train.run_replicas import RunReplicas
 from megadiff.train.update import update
+from megadiff.types import Figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,8 @@ def pass_gate(run: Run) -> dict[str, float]:
     """Compare trainer and replicas before the first step. Collective.
 
     Returns the gaps to log; {} for a resumed run, which logs what the uninterrupted one does.
-    Decides whether steps recompute old log_probs. Raises AgreedError where a gap is too large.
+    Decides whether steps recompute old log_probs, and again when replicas join later. Raises
+    AgreedError where a gap is too large.
     """
     engine = run.engine
     progress = run.progress
@@ -81,12 +83,18 @@ def pass_gate(run: Run) -> dict[str, float]:
             lambda: parity.check(engine, run.replicas, calls, step=progress.step)
         )
 
+    def choose_old_log_probs(gaps: Figures) -> None:
+        """Decide from gaps that are equal on all ranks, so that all decide alike."""
+        if run.algorithm.rows == "steps":  # else no log_prob is compared with the replicas'
+            settings = engine.config.algorithm
+            progress.recomputes = parity.recomputes(gaps, settings, before=progress.recomputes)
+
     def admit(names: Sequence[str]) -> None:
-        parity.check(engine, run.replicas, calls, step=run.replicas.version, names=names)
+        step = run.replicas.version
+        # a newcomer may round more than those before it, e.g. on another kind of GPU
+        choose_old_log_probs(parity.check(engine, run.replicas, calls, step=step, names=names))
 
     run.replicas.gate = admit  # for those that join later
 
-    if run.algorithm.rows == "steps":  # else no log_prob is compared with the replicas'
-        settings = engine.config.algorithm
-        progress.recomputes = parity.recomputes(gaps, settings, before=progress.recomputes)
+    choose_old_log_probs(gaps)
     return {} if progress.step else gaps
