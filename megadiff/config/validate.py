@@ -176,17 +176,6 @@ def _check_rollout(config: Config) -> None:
             f"rollout.fp8 needs model.dtype=bfloat16, not {config.model.dtype}; "
             "set rollout.fp8=false"
         )
-    if (
-        rollout.fp8
-        and rollout.sde_window_size  # without stochastic steps nothing compares log_probs
-        and config.algorithm.old_log_prob == "rollout"
-        and config.parity.mode == "refuse"
-    ):
-        raise ConfigError(
-            "rollout.fp8 with algorithm.old_log_prob=rollout: FP8 log_probs are further from the "
-            "trainer's than any clip range in use, and the gate would refuse them; "
-            "set algorithm.old_log_prob=auto"
-        )
 
     if rollout.mode == "separate" and rollout.sleep == "always":
         raise ConfigError(

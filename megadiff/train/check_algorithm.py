@@ -103,6 +103,17 @@ def _check_steps(config: Config, algorithm: Algorithm) -> None:
             "weights one step older does not start at 1, and is clipped for that; set "
             "algorithm.old_log_prob=recompute, or train.staleness=0"
         )
+    if (
+        rollout.fp8
+        and algorithm.compares_rollout  # another ratio has no limit that FP8 could reach
+        and settings.old_log_prob == "rollout"
+        and config.parity.mode == "refuse"
+    ):
+        raise ConfigError(
+            f"rollout.fp8 with algorithm.old_log_prob=rollout and {name}: FP8 log_probs are "
+            "further from the trainer's than any clip range in use, and the gate would refuse "
+            "them; set algorithm.old_log_prob=auto"
+        )
     if settings.step_weight == "level" and rollout.sde_window_moves:
         # the mean that a step's noise is divided by is of the steps that its window may reach
         raise ConfigError(

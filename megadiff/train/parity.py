@@ -128,6 +128,14 @@ def recomputes(gaps: Figures, algorithm: AlgorithmConfig, *, before: bool) -> bo
     """
     if algorithm.old_log_prob != "auto":
         return algorithm.old_log_prob == "recompute"
+    if not build_algorithm(algorithm).compares_rollout:
+        # its clip range is of another ratio, and says nothing of this gap
+        logger.info(
+            "algorithm.old_log_prob=auto with algorithm.name=%s: its ratio is to the trainer's own "
+            "policy, so the parity gap decides nothing",
+            algorithm.name,
+        )
+        return before
 
     gap = gaps[LOG_PROB_GAP]
     limit = algorithm.clip_range / 2

@@ -366,7 +366,6 @@ def test_replicas_sleep_by_themselves_on_gpus_where_every_push_brings_all_weight
             ("rollout.fp8=true", "model.dtype=float32"),
             "rollout.fp8 needs model.dtype=bfloat16, not float32",
         ),
-        (("rollout.fp8=true", "model.dtype=bfloat16"), "set algorithm.old_log_prob=auto"),
     ],
 )
 def test_sleep_and_fp8_that_cannot_be(base, overrides, words):

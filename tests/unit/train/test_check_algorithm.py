@@ -25,6 +25,7 @@ optim: {lr: 1e-4}
 reward: {color: {type: color}}
 """
 CLEAN = "rollout.sde_window_size=0"
+FP8 = "rollout.fp8=true model.dtype=bfloat16"
 AHEAD = "train.staleness=1 rollout.mode=separate rollout.registry=folder"
 
 
@@ -56,6 +57,12 @@ def checked(tmp_path: Path):
         f"algorithm.name=dpo {CLEAN} algorithm.noise_levels=4 train.updates_per_step=2",
         f"{AHEAD} algorithm.old_log_prob=recompute",
         f"{AHEAD} algorithm.name=nft {CLEAN}",
+        f"{FP8} algorithm.old_log_prob=auto",
+        f"{FP8} parity.mode=warn",
+        # their losses have no ratio to the replicas' log_probs
+        f"{FP8} algorithm.name=grpo_guard",
+        f"{FP8} algorithm.name=flow_dppo",
+        f"{FP8} algorithm.name=nft {CLEAN}",
     ],
 )
 def test_what_fits_together_passes(checked, overrides: str) -> None:
@@ -95,6 +102,12 @@ def test_what_fits_together_passes(checked, overrides: str) -> None:
             "train.staleness=1 with algorithm.old_log_prob=auto and algorithm.name=flow_grpo: a "
             "ratio to log_probs of weights one step older does not start at 1, and is clipped for "
             "that; set algorithm.old_log_prob=recompute, or train.staleness=0",
+        ),
+        (
+            FP8,
+            "rollout.fp8 with algorithm.old_log_prob=rollout and algorithm.name=flow_grpo: FP8 "
+            "log_probs are further from the trainer's than any clip range in use, and the gate "
+            "would refuse them; set algorithm.old_log_prob=auto",
         ),
         (
             f"algorithm.name=awm {CLEAN} rollout.component_windows=balanced",

@@ -102,6 +102,16 @@ def test_auto_takes_the_rollouts_own_below_half_the_clip_range(caplog):
     )  # a resumed run goes on as it began
 
 
+@pytest.mark.parametrize("name", ["grpo_guard", "flow_dppo"])
+@pytest.mark.parametrize("before", [False, True])
+def test_auto_compares_no_gap_with_the_clip_range_of_another_ratio(name, before, caplog):
+    caplog.set_level(logging.INFO)
+    settings = config("auto", name=name, clip_range=2e-6).algorithm
+    assert recomputes(gaps(log_prob=1e-3), settings, before=before) is before
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert f"algorithm.name={name}" in caplog.text
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_without_auto_the_config_alone_decides(before):
     assert recomputes({}, config("recompute").algorithm, before=before)
