@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from operator import attrgetter
 
@@ -12,6 +13,9 @@ from megadiff.data.stores import IMAGES, PAIRS
 
 # what a supervised algorithm's rows are made of
 ITEMS = {"levels": IMAGES, "pairs": PAIRS}
+# rwr weighs a sample by exp of at most this. The gradient norm squares the weight: exp(60) leaves
+# float32 a factor of 1e12 for the gradient itself.
+MAX_EXPONENT = 30
 
 
 def check_algorithm(config: Config, algorithm: Algorithm) -> None:
@@ -140,6 +144,15 @@ def _check_levels(config: Config, algorithm: Algorithm) -> None:
                 f"{key}={value} with {name}, which trains clean samples at drawn noise levels, not "
                 f"stochastic steps; set {key}={neutral}"
             )
+    if settings.name == "rwr" and settings.adv_clip_max > MAX_EXPONENT * settings.beta:
+        exponent = settings.adv_clip_max / settings.beta
+        least = math.ceil(100 * settings.adv_clip_max / MAX_EXPONENT) / 100
+        raise ConfigError(
+            f"algorithm.adv_clip_max={settings.adv_clip_max} / algorithm.beta={settings.beta} = "
+            f"{exponent:.4g} > {MAX_EXPONENT} with {name}: a sample weighs up to exp({exponent:.4g}"
+            "), and its squared gradient is beyond float32; "
+            f"set algorithm.beta>={least:g}, or a smaller adv_clip_max"
+        )
     num_levels = rollout.num_inference_steps - algorithm.first_level
     if settings.noise_levels > num_levels:
         raise ConfigError(

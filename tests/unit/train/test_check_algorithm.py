@@ -54,6 +54,9 @@ def checked(tmp_path: Path):
         f"algorithm.name=awm {CLEAN} algorithm.noise_levels=5",
         f"algorithm.name=awm {CLEAN} algorithm.lagging_kl_coef=1 algorithm.lagging_decay=0.3",
         f"algorithm.name=rwr {CLEAN} algorithm.trained_samples=2 train.updates_per_step=2",
+        f"algorithm.name=rwr {CLEAN} algorithm.beta=0.17",
+        f"algorithm.name=rwr {CLEAN} algorithm.beta=0.1 algorithm.adv_clip_max=3",
+        f"algorithm.name=nft {CLEAN} algorithm.beta=0.1",
         f"algorithm.name=dpo {CLEAN} algorithm.noise_levels=4 train.updates_per_step=2",
         f"{AHEAD} algorithm.old_log_prob=recompute",
         f"{AHEAD} algorithm.name=nft {CLEAN}",
@@ -131,6 +134,12 @@ def test_what_fits_together_passes(checked, overrides: str) -> None:
             "set algorithm.lagging_decay=0",
         ),
         (f"algorithm.name=awm {CLEAN} algorithm.lagging_decay=0.5", "nothing uses a lagging"),
+        (
+            f"algorithm.name=rwr {CLEAN} algorithm.beta=0.1",
+            "algorithm.adv_clip_max=5.0 / algorithm.beta=0.1 = 50 > 30 with algorithm.name=rwr: a "
+            "sample weighs up to exp(50), and its squared gradient is beyond float32; "
+            "set algorithm.beta>=0.17, or a smaller adv_clip_max",
+        ),
         (
             f"algorithm.name=dpo {CLEAN} algorithm.kl_coef=0.1",
             "algorithm.kl_coef=0.1 with algorithm.name=dpo, whose loss has no such term",
