@@ -63,7 +63,10 @@ def spread(prompts: Sequence[Prompt], num_samples: int) -> Plan:
     earlier one is left out: it would draw the same noise.
     Raises ValueError for fewer samples than tasks.
     """
-    unique = list({prompt.id: prompt for prompt in prompts}.values())
+    by_id: dict[str, Prompt] = {}
+    for prompt in prompts:
+        by_id.setdefault(prompt.id, prompt)  # the first: its columns route rewards
+    unique = list(by_id.values())
     if not num_samples:
         return [(prompt, range(1)) for prompt in unique]
 

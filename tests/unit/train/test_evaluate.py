@@ -108,6 +108,15 @@ def test_a_repeated_prompt_draws_no_noise_twice():
     ]
 
 
+def test_of_a_repeated_prompt_the_first_row_counts():
+    first = prompt("a red wall", "ocr")
+    again = prompt("a red wall", "count")
+    assert first.id == again.id
+    for num_samples in (0, 2):
+        ((kept, _),) = spread([first, again], num_samples)
+        assert kept.fields == {"task": "ocr"}
+
+
 def test_fewer_samples_than_tasks_are_refused_with_both_numbers():
     with pytest.raises(ValueError, match=r"2 samples < 3 tasks of the prompts \(a, b, c\)"):
         spread(tasked(a=2, b=2, c=2), 2)
