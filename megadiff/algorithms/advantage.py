@@ -30,8 +30,7 @@ def group_advantages(
     scored_PG = ~rewards_PG.isnan()
     mean_P1, group_std_P1 = group_moments(rewards_PG)
     centred_PG = torch.where(scored_PG, rewards_PG - mean_P1, 0.0)
-    least_P1 = (4 * torch.finfo(torch.float32).eps * mean_P1.abs()).clamp(min=ZERO_STD)
-    weights_PG = (scored_PG & (group_std_P1 > least_P1)).float()
+    weights_PG = (scored_PG & has_signal(mean_P1, group_std_P1)).float()
     if kind == "none":
         return centred_PG.float(), weights_PG
 
@@ -43,6 +42,12 @@ def group_advantages(
         # of no scores NaN, and rounding can bring the variance of equal rewards below 0
         std = (squares / count - (total / count) ** 2).nan_to_num(0.0).clamp(min=0).sqrt()
     return (centred_PG / (std + EPSILON)).float(), weights_PG
+
+
+def has_signal(mean_P1: Tensor, std_P1: Tensor) -> Tensor:
+    """Tell which groups differ by more than ZERO_STD and more than float32 rounds, [P, 1] bool."""
+    rounding_P1 = 4 * torch.finfo(torch.float32).eps * mean_P1.abs()
+    return std_P1 > rounding_P1.clamp(min=ZERO_STD)
 
 
 def group_moments(rewards_PG: Tensor) -> tuple[Tensor, Tensor]:

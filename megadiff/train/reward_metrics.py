@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 
-from megadiff.algorithms.advantage import EPSILON, ZERO_STD, group_moments
+from megadiff.algorithms.advantage import EPSILON, group_moments, has_signal
 from megadiff.parallel.collectives import all_reduce_sums, gather_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL
@@ -60,7 +60,8 @@ def _sums(value_PG: torch.Tensor) -> Figures:
     value_PG = value_PG.double()
     known_PG = ~value_PG.isnan()
     asked_P = known_PG.any(dim=1)
-    _, group_std_P1 = group_moments(value_PG)
+    mean_P1, group_std_P1 = group_moments(value_PG)
+    has_signal_P1 = has_signal(mean_P1, group_std_P1)
     filled_PG = torch.where(known_PG, value_PG, 0.0)
     return {
         "sum": float(filled_PG.sum()),
@@ -68,7 +69,7 @@ def _sums(value_PG: torch.Tensor) -> Figures:
         "count": float(known_PG.sum()),
         "groups": float(asked_P.sum()),
         "group_std": float(group_std_P1.sum()),
-        "zero_std": float((group_std_P1[asked_P] <= ZERO_STD).sum()),
+        "zero_std": float((~has_signal_P1[asked_P]).sum()),
     }
 
 
