@@ -45,13 +45,16 @@ def train(run: Run) -> None:
             rewards = drawn.rewards
             diversity = DiversityFigures(groups)
             with timers("train"):
-                stats |= update(engine, run.algorithm, groups, rewards, progress=progress)
+                figures, trained = update(engine, run.algorithm, groups, rewards, progress=progress)
+                stats |= figures
             run.rescue.finish_step(progress, run.batches.position())
 
             with timers("measure"):
                 stats |= reward_metrics(rewards, drawn.figures, mesh)
                 stats |= diversity.metrics(mesh)
-                stats |= step_work(groups, engine.adapter, run.algorithm, config, mesh)
+                stats |= step_work(
+                    groups, trained, engine.adapter, run.algorithm, config=config, mesh=mesh
+                )
         samples = partial(sample_records, groups, rewards, frames_per_s=engine.adapter.frames_per_s)
         run.recorder.step(progress.step, stats | gate, samples)
         gate = {}  # its gaps belong to the first step

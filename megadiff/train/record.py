@@ -186,8 +186,10 @@ class Recorder:
 
 def step_work(
     groups: list[RolloutGroup],
+    trained: list[RolloutGroup],
     adapter: ModelAdapter,
     algorithm: Algorithm,
+    *,
     config: Config,
     mesh: Mesh,
 ) -> Figures:
@@ -195,12 +197,13 @@ def step_work(
 
     Collective. Rollout is a forward for each step of a sample, one for all of a group while they
     are in one state (rollout.same_noise); training is a forward and a backward for each row.
+    trained: of the groups those that the update computed, see update().
     Rollout's TFLOP are left out where all replicas were started elsewhere. Tokens are those that
     forwards take; guidance's second pass and texts do not count.
     """
     backward = 1 if config.lora.rank else 2  # frozen weights have no gradient of their own
     num_rows = rows_per_group(config, algorithm)
-    trained = train_sampling(config, algorithm)
+    sampling = train_sampling(config, algorithm)
     work = {"rollout": 0.0, "train": 0.0}
     counts = {"perf/tokens_rollout": 0.0, "perf/tokens_train": 0.0, IMAGES: 0.0}
 
@@ -208,12 +211,16 @@ def step_work(
         num_text_tokens = adapter.num_text_tokens(group.conditioning)
         forward = adapter.flops(group.sampling, num_text_tokens) / 1e12
         work["rollout"] += forward * group.num_forwards
-        forward = adapter.flops(replace(trained, images=group.sampling.images), num_text_tokens)
-        work["train"] += forward / 1e12 * num_rows * (1 + backward)
         num_tokens, _ = adapter.latents_shape(group.sampling)
         counts["perf/tokens_rollout"] += num_tokens * group.num_forwards
-        counts["perf/tokens_train"] += num_tokens * num_rows
         counts[IMAGES] += group.pixels_GFHWC.shape[0] * group.sampling.num_frames
+
+    for group in trained:
+        num_text_tokens = adapter.num_text_tokens(group.conditioning)
+        forward = adapter.flops(replace(sampling, images=group.sampling.images), num_text_tokens)
+        work["train"] += forward / 1e12 * num_rows * (1 + backward)
+        num_tokens, _ = adapter.latents_shape(group.sampling)
+        counts["perf/tokens_train"] += num_tokens * num_rows
 
     num_copies = mesh.sp * mesh.tp  # model-parallel peers have the same groups
     num_devices = {"rollout": mesh.world_size, "train": mesh.world_size}

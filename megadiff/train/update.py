@@ -33,10 +33,11 @@ def update(
     rewards: Rewards,
     *,
     progress: Progress,
-) -> Figures:
+) -> tuple[Figures, list[RolloutGroup]]:
     """Take train.updates_per_step optimizer steps. Collective.
 
-    Returns the engine's figures, averaged over them.
+    Returns the engine's figures, averaged over them, and the groups that it computed: those without
+    a signal are left out.
     progress: recomputes says whose the old log_probs are: this engine's, from before the first of
     them, or those of the replicas, which drew the samples. skipped counts batches that are stepped
     over, at most optim.skip_nonfinite.
@@ -53,8 +54,9 @@ def update(
     indices = groups_to_train(
         weights_PG, rows=rows_per_group(config, algorithm), config=config, mesh=mesh
     )
+    trained = [groups[index] for index in indices]
     scored = ScoredGroups(
-        groups=[groups[index] for index in indices],
+        groups=trained,
         advantages_PG=advantages_PG[indices],
         weights_PG=weights_PG[indices],
         seed=config.seed,
@@ -82,7 +84,7 @@ def update(
     figures = mean_of_dicts(stats) | shares
     if config.optim.skip_nonfinite:
         figures["optim/skipped_batches"] = float(progress.skipped)
-    return figures
+    return figures, trained
 
 
 def with_denominator(batch: Batch, mesh: Mesh) -> Batch:

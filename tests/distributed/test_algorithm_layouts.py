@@ -203,7 +203,8 @@ def _step(engine: ComponentsEngine, step: int) -> dict[str, float]:
         for index in range(first, first + num_groups)
     ]
     rewards = {"total": REWARDS_PG[first : first + num_groups]}
-    return update(engine, algorithm, groups, rewards, progress=Progress(step=step))
+    figures, _ = update(engine, algorithm, groups, rewards, progress=Progress(step=step))
+    return figures
 
 
 def _group(engine: ComponentsEngine, index: int, num_steps: int) -> RolloutGroup:

@@ -91,6 +91,7 @@ def _worker(model: Path, out: Path, case: Case, backend: str) -> None:
             assert (
                 sum(counted[False]) == rows + rows // UPDATES
             )  # the reference's, and the policy's of the second update
+            assert figures[way].pop("groups") == rows / ROWS
             engine.save(out / way)
     assert figures["kept"] == pytest.approx(figures["every"], rel=1e-5, abs=1e-7)
     assert (figures["kept"]["optim/grad_norm"] == 0) == all(
@@ -109,13 +110,17 @@ def _update(
                 1.0
             )
     groups = [group_of(batch, index, batch.old_log_probs_NW) for index in range(len(rewards_PG))]
-    return update(
+    figures, trained = update(
         engine,
         build_algorithm(engine.config.algorithm),
         groups,
         {"total": rewards_PG},
         progress=Progress(recomputes=True),
     )
+    # the others that are computed only fill microbatches
+    with_signal = [group for group, row in zip(groups, rewards_PG, strict=True) if row.std() > 0]
+    assert {id(group) for group in with_signal} <= {id(group) for group in trained}
+    return figures | {"groups": len(trained)}
 
 
 def _every(groups: list[Any], *_: Any, **__: Any) -> list[int]:

@@ -105,7 +105,7 @@ def _groups(engine: ComponentsEngine) -> list[RolloutGroup]:
 def _update_own(engine: ComponentsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
     config, num_updates = engine.config, engine.config.train.updates_per_step
     with forwards(engine) as counted:
-        figures = update(
+        figures, _ = update(
             engine,
             build_algorithm(config.algorithm),
             groups,

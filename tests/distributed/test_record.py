@@ -67,10 +67,15 @@ def _worker(out: str, world_size: int, sp: int, texts: tuple[str, ...]) -> None:
     ]
     config = Config(algorithm=AlgorithmConfig(group_size=4))
     algorithm = build_algorithm(config.algorithm)
-    metrics |= step_work(window, TeraAdapter(), algorithm, config, mesh)
+    options = {"config": config, "mesh": mesh}
+    metrics |= step_work(window, window, TeraAdapter(), algorithm, **options)
     one_noise = [replace(group, sampling=replace(SAMPLING, same_noise=True)) for group in window]
-    shared = step_work(one_noise, TeraAdapter(), algorithm, config, mesh)
+    shared = step_work(one_noise, one_noise, TeraAdapter(), algorithm, **options)
     metrics["shared"] = shared["perf/tflop_rollout"]
+    # the first rank computes one group, and its model-parallel peers the same one
+    trained = window[:1] if mesh.dp_rank == 0 else []
+    part = step_work(window, trained, TeraAdapter(), algorithm, **options)
+    metrics |= {f"part/{key}": value for key, value in part.items()}
     metrics |= {"moving": _motion(mine, mesh)}
     Path(out, f"{mesh.rank}.json").write_text(json.dumps(metrics))
 
@@ -117,6 +122,10 @@ def test_every_layout_finds_the_same_diversity(tmp_path, world_size, sp):
         "perf/tokens_train": 5 * 4 * 9 * 2,
         "perf/images": 5 * 4,
     }
+    of_samples = ("perf/tflop_rollout", "perf/tokens_rollout", "perf/images")
+    expected |= {f"part/{key}": expected[key] for key in of_samples}
+    for key in ("perf/tflop_train", "perf/tokens_train"):
+        expected[f"part/{key}"] = expected[key] / 5
     for rank in range(world_size):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == pytest.approx(expected)
     zeros = {"diversity/clipped_share", "diversity/edges"}  # of pictures of one colour
