@@ -187,13 +187,14 @@ class Scorer:
         """Return reward name → what to log of the groups collected since the last call.
 
         seconds: in score(), summed over threads. dropped: samples without a score.
+        Raises RewardError with the reward's name where its figures() fails, or gives no numbers.
         """
         figures = {}
         for name, reward in self.rewards.items():
             figures[name] = {
                 "seconds": self._seconds[name],
                 "dropped": float(self._num_dropped[name]),
-                **reward.figures(),
+                **_own_figures(reward),
             }
         self._seconds = dict.fromkeys(self.rewards, 0.0)
         self._num_dropped = dict.fromkeys(self.rewards, 0)
@@ -344,3 +345,18 @@ class Scorer:
             f"the total reward on {samples_text([sample])} is {terms}, beyond float32's "
             f"{FLOAT32_MAX:.2g}; lower the rewards' weights"
         )
+
+
+def _own_figures(reward: Reward) -> Figures:
+    """Return the reward's own figures as floats. A log takes no tensors and no numpy numbers."""
+    key = ""
+    figures: Figures = {}
+    try:
+        for key, value in reward.figures().items():
+            figures[key] = float(value)
+    except Exception as error:  # user code may raise anything
+        where = f"{key!r} of figures()" if key else "figures()"
+        raise RewardError(
+            f"reward {reward.name!r} failed in {where}: {error}; return a dict of one number a name"
+        ) from error
+    return figures

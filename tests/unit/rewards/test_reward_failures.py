@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -13,9 +14,12 @@ import pytest
 import torch
 
 from megadiff.config.rewards import RewardConfig
+from megadiff.parallel.collectives import AgreedError
 from megadiff.rewards.base import Reward, RewardContext, RewardError, RewardSample, ScoreFailed
 from megadiff.rewards.score import Scorer
-from megadiff.types import Prompt, RolloutGroup
+from megadiff.train.sampling import open_rewards
+from megadiff.types import Prompt, RolloutGroup, Sampling
+from tests.meshes import one_rank_mesh
 
 MakeGroup = Callable[..., RolloutGroup]
 HERE = "test_reward_failures"
@@ -261,6 +265,47 @@ def test_a_model_that_does_not_load_is_named(scorer: Callable[..., Scorer]) -> N
     broken = scorer(model=config("Model", {"broken": "no weights"}))
     with pytest.raises(RewardError, match=r"reward 'model' failed in open\(\): no weights"):
         broken.open(RewardContext(device=torch.device("cpu")))
+
+
+class Figures(Model):
+    """Logs what it is given."""
+
+    def __init__(self, *, figures: object) -> None:
+        super().__init__()
+        self.own = figures
+
+    def figures(self) -> Mapping[str, float]:
+        return self.own  # type: ignore[return-value]
+
+
+def test_own_figures_become_floats(scorer: Callable[..., Scorer]) -> None:
+    own = {"numpy": np.float32(0.5), "tensor": torch.tensor(0.25), "count": 3}
+    figures = scorer(good=config("Figures", {"figures": own})).pop_figures()["good"]
+    assert json.loads(json.dumps(figures)) == {
+        "seconds": 0.0,
+        "dropped": 0.0,
+        "numpy": 0.5,
+        "tensor": 0.25,
+        "count": 3.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"loss": torch.zeros(2)}, "reward 'bad' failed in 'loss' of figures"),
+        ({"text": "9 of 10"}, "reward 'bad' failed in 'text' of figures.*'9 of 10'"),
+        (None, "reward 'bad' failed in figures.*return a dict of one number a name"),
+    ],
+)
+def test_own_figures_that_are_no_numbers_name_the_reward_before_the_first_rollout(
+    scorer: Callable[..., Scorer], own: object, words: str
+) -> None:
+    bad = scorer(bad=config("Figures", {"figures": own}))
+    bad.validate([Prompt(text="two dogs", id="0")])
+    sampling = Sampling(height=8, width=8, num_inference_steps=4)
+    with pytest.raises(AgreedError, match=words):
+        open_rewards(bad, {}, sampling, mesh=one_rank_mesh())
 
 
 class Strings(Reward):
