@@ -98,7 +98,8 @@ def open_images(source: str, *, seed: int, kind: ItemKind = IMAGES) -> ImageSour
     A folder with metadata.jsonl; a .parquet or .tar file; a folder of files of one of these kinds,
     in the order of their names; or a class derived from ImageSource, see there. Pairs are in
     neither a .tar nor a class.
-    Raises ValueError for anything else, for no images at all and for what a store refuses.
+    Raises ValueError for anything else, for no images at all, for what a store refuses, and for a
+    class without a fingerprint.
     """
     path = Path(source)
     key = f"{kind.key}={source}"
@@ -137,7 +138,26 @@ def _constructed(source: str, seed: int) -> ImageSource:
     except (TypeError, ValueError) as error:  # the constructor refuses a value, or their number
         raise ValueError(f"{key}: {error}") from error
     images.name = source
+    _check_constructed(images, key)
     return images
+
+
+def _check_constructed(images: ImageSource, key: str) -> None:
+    """Raise ValueError for what would fail later, in the cache of latents or the order of rows."""
+    num_rows = len(images)
+    if not num_rows:
+        raise ValueError(f"{key}: holds 0 captioned images, need at least 1")
+    if num_rows % images.images_per_item:
+        raise ValueError(
+            f"{key}: {num_rows} images are not a multiple of images_per_item="
+            f"{images.images_per_item}: rows 2i and 2i + 1 are a pair; give both images of each"
+        )
+    fingerprint = getattr(images, "fingerprint", None)
+    if not isinstance(fingerprint, str) or not fingerprint:
+        raise ValueError(
+            f"{key}: fingerprint={fingerprint!r} must be a text that changes when the data does; "
+            "set self.fingerprint in the class"
+        )
 
 
 def _stores_of_folder(folder: Path, kind: ItemKind) -> list[ImageStore]:
