@@ -49,6 +49,7 @@ class EvaluatedSample:
 
     task: the prompt's, "" without one.
     rewards: name → value, None where it does not apply to the prompt, or failed.
+    total: their weighted sum, as training takes it; None where one with a weight failed.
     file: its image relative to the record, or None.
     """
 
@@ -57,6 +58,7 @@ class EvaluatedSample:
     caption: str
     task: str
     rewards: Mapping[str, float | None]
+    total: float | None = None
     file: str | None = None
 
     @property

@@ -243,7 +243,7 @@ def _scores(rows: Rows, heldout: Comparison | None) -> dict[str, Change]:
         changes = {name: _paired_change(heldout, name) for name in heldout.reward_names}
     else:
         keys = [k for k in metric_keys(rows) if k.startswith("eval/") and k not in NOT_SCORES]
-        # The mean is the sum of the others.
+        # The mean is made of the others: it would only repeat what they say.
         keys = [key for key in keys if key != "eval/mean"] or keys
         changes = {key.removeprefix("eval/"): _evaluated_change(rows, key) for key in keys}
     return {name: change for name, change in changes.items() if change is not None}

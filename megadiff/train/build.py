@@ -374,6 +374,6 @@ def build_evaluation(
 
         if rest_after:
             replicas.rest()
-        return eval_metrics(outcome.evaluation, scorer.weights)
+        return eval_metrics(outcome.evaluation)
 
     return evaluate_step

@@ -18,7 +18,13 @@ from torch import Tensor
 from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
 from megadiff.observe import diversity
-from megadiff.observe.evaluation import EvaluatedSample, Evaluation, Identity, image_name
+from megadiff.observe.evaluation import (
+    EvaluatedSample,
+    Evaluation,
+    Identity,
+    estimate,
+    image_name,
+)
 from megadiff.observe.samples import picture_suffix
 from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import broadcast_bytes, broadcast_json
@@ -159,13 +165,21 @@ def evaluate(
     return Outcome(evaluation=evaluation, images=scored.images)
 
 
-def eval_metrics(evaluation: Evaluation, weights: dict[str, float]) -> dict[str, float]:
-    """Return eval/<reward>, their weighted sum eval/mean, and the figures of diversity."""
-    means = {name: evaluation.estimate(name).mean for name in evaluation.reward_names}
-    means = {name: mean for name, mean in means.items() if not math.isnan(mean)}
-    total = sum(weights[name] * mean for name, mean in means.items())
-    figures: dict[str, float | None] = {"mean": total, **means, **evaluation.diversity}
-    return {f"eval/{name}": value for name, value in figures.items() if value is not None}
+def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """Return eval/<reward>, eval/mean of the totals, and the figures of diversity.
+
+    A figure that no sample has is left out.
+    """
+    # not the sum of the means: each reward may be asked about prompts of its own
+    totals = [sample.total for sample in evaluation.samples if sample.total is not None]
+    means = {"mean": estimate(totals).mean}
+    means |= {name: evaluation.estimate(name).mean for name in evaluation.reward_names}
+    figures: dict[str, float | None] = {**means, **evaluation.diversity}
+    return {
+        f"eval/{name}": value
+        for name, value in figures.items()
+        if value is not None and not math.isnan(value)
+    }
 
 
 @dataclass
@@ -231,8 +245,7 @@ class _Scoring:
             groups, rewards = draw.result()
             del self._draws[0]
             for index, group in enumerate(groups):
-                rewards_G = {name: value[index] for name, value in rewards.items() if name != TOTAL}
-                self._add(group, rewards_G)
+                self._add(group, {name: value[index] for name, value in rewards.items()})
         self._scorer.sleep()
         self._scorer.pop_figures()  # those that are logged are of training steps
         return True
@@ -273,6 +286,7 @@ def _add(
             name: None if value_G[row].isnan() else value_G[row].item()
             for name, value_G in rewards_G.items()
         }
+        total = values.pop(TOTAL)
         file = None
         if (prompt.id, index) in wanted:
             file = image_name(prompt.id, index, suffix=picture_suffix(pixels_FHWC))
@@ -285,6 +299,7 @@ def _add(
                 caption=prompt.text,
                 task=task_of(prompt),
                 rewards=values,
+                total=total,
                 file=file,
             )
         )

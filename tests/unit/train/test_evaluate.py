@@ -2,6 +2,7 @@
 the real scorer.
 """
 
+import sys
 from collections import Counter
 from contextlib import closing
 
@@ -11,6 +12,7 @@ import torch
 from megadiff.config.rewards import RewardConfig
 from megadiff.config.schema import Config, RolloutConfig
 from megadiff.data.prompts import prompt_id
+from megadiff.rewards.base import Reward
 from megadiff.rewards.color import closeness
 from megadiff.rewards.score import Scorer
 from megadiff.train import evaluate as module
@@ -146,12 +148,14 @@ def mesh():
     return one_rank_mesh()
 
 
-def run(mesh, plan, *, batch_size=16, seed=0, version=None, fleet=None):
+REWARDS = {
+    "color": RewardConfig(type="color"),
+    "size": RewardConfig(type="jpeg_size", weight=0.5),
+}
+
+
+def run(mesh, plan, *, batch_size=16, seed=0, version=None, fleet=None, rewards=REWARDS):
     fleet = fleet or StubFleet()
-    rewards = {
-        "color": RewardConfig(type="color"),
-        "size": RewardConfig(type="jpeg_size", weight=0.5),
-    }
     counted = []
     with closing(Scorer(rewards, num_workers=2)) as scorer:
         outcome = evaluate(
@@ -166,7 +170,7 @@ def run(mesh, plan, *, batch_size=16, seed=0, version=None, fleet=None):
             model="stub",
             on_samples=counted.append,
         )
-        metrics = eval_metrics(outcome.evaluation, scorer.weights)
+        metrics = eval_metrics(outcome.evaluation)
     assert sum(counted) == len(outcome.evaluation.samples)
     return outcome, metrics
 
@@ -197,6 +201,42 @@ def test_every_sample_is_drawn_once_and_scored_as_its_own(mesh):
     assert metrics["eval/mean"] == pytest.approx(means["color"] + 0.5 * means["size"])
     assert {"eval/latent_spread", "eval/colour_entropy_bit", "eval/saturation"} < metrics.keys()
     assert 1.2 < metrics["eval/latent_spread"] < 1.6  # of standard normal noise: √2
+
+
+class Half(Reward):
+    """Cannot score samples of an odd index."""
+
+    def score(self, samples):
+        return [None if sample.sample_index % 2 else 0.25 for sample in samples]
+
+
+def test_the_mean_is_that_of_the_samples_totals(mesh, monkeypatch):
+    """A reward that is not asked adds nothing; where one with a weight failed, none counts."""
+    monkeypatch.setitem(sys.modules, "own_half", sys.modules[__name__])
+    rewards = {
+        "color": RewardConfig(type="color", only={"task": "few"}),
+        "size": RewardConfig(type="jpeg_size", weight=0.5, only={"task": "many"}),
+        "half": RewardConfig(
+            type="own_half:Half", weight=2.0, on_failure="drop", only={"task": "flag"}
+        ),
+        "watched": RewardConfig(type="own_half:Half", weight=0.0),
+    }
+    prompts = [*tasked(few=1, many=30), prompt("a red flag", "flag")]
+    plan = [(each, range(2)) for each in prompts]
+    outcome, metrics = run(mesh, plan, rewards=rewards)
+    totals = []
+    for sample in outcome.evaluation.samples:
+        found = sample.rewards
+        if sample.task == "flag":
+            expected = None if sample.sample_index else 2.0 * 0.25
+        elif sample.task == "few":
+            expected = found["color"]
+        else:
+            expected = 0.5 * found["size"]
+        assert sample.total == (None if expected is None else pytest.approx(expected))
+        totals += [] if expected is None else [expected]
+    assert len(totals) == 2 * len(prompts) - 1
+    assert metrics["eval/mean"] == pytest.approx(sum(totals) / len(totals))
 
 
 @pytest.mark.parametrize("batch_size, at_once", [(1, 512), (3, 512), (5, 7), (64, 1)])
