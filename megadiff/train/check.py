@@ -30,7 +30,7 @@ from megadiff.parallel.mesh import (
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.limits import Limits
 from megadiff.rollout.stages import check_stages
-from megadiff.train.check_algorithm import ITEMS, check_algorithm
+from megadiff.train.check_algorithm import ITEMS, check_algorithm, constants_without_use
 from megadiff.train.check_judges import check_judges
 from megadiff.train.components import check_components
 from megadiff.train.evaluate import spread
@@ -64,6 +64,10 @@ def check(
     algorithm = build_algorithm(config.algorithm)
     validate(config, dp=layout.dp, on_policy=algorithm.on_policy)
     check_algorithm(config, algorithm)
+    unused = constants_without_use(config.algorithm, algorithm)
+    if unused:
+        name = config.algorithm.name
+        logger.info("algorithm.name=%s has no use for %s", name, ", ".join(unused))
     check_trackers(config.track)
     check_judges(config)
     resume = config.checkpoint.resume

@@ -7,12 +7,22 @@ from functools import partial
 from operator import attrgetter
 
 from megadiff.algorithms import ALGORITHMS, LAGGING, Algorithm
+from megadiff.config.algorithm import AlgorithmConfig, with_algorithm_defaults
 from megadiff.config.load import ConfigError
 from megadiff.config.schema import Config
 from megadiff.data.stores import IMAGES, PAIRS
 
 # what a supervised algorithm's rows are made of
 ITEMS = {"levels": IMAGES, "pairs": PAIRS}
+# algorithm.<key> → the arguments by which a built-in loss takes it
+CONSTANTS = {
+    "clip_range": {"clip_range"},
+    "clip_range_high": {"clip_range"},
+    "adv_clip_max": {"adv_clip_max"},
+    "kl_limit": {"kl_limit"},
+    "beta": {"beta", "temperature"},
+    "matching": {"matching"},
+}
 # rwr weighs a sample by exp of at most this. The gradient norm squares the weight: exp(60) leaves
 # float32 a factor of 1e12 for the gradient itself.
 MAX_EXPONENT = 30
@@ -49,6 +59,22 @@ def check_algorithm(config: Config, algorithm: Algorithm) -> None:
             "policy; set algorithm.lagging_decay, e.g. to 0.3"
         )
     _check_samples(config, algorithm)
+
+
+def constants_without_use(config: AlgorithmConfig, algorithm: Algorithm) -> list[str]:
+    """Return key=value of each constant that is not the default and that the loss does not take.
+
+    They are not refused: a file that is laid over another leaves that one's constants in it.
+    """
+    if config.name not in ALGORITHMS:
+        return []
+    taken = set(algorithm.loss.keywords) if isinstance(algorithm.loss, partial) else set()
+    defaults = with_algorithm_defaults(AlgorithmConfig(name=config.name))
+    return [
+        f"algorithm.{key}={getattr(config, key)}"
+        for key, arguments in CONSTANTS.items()
+        if not arguments & taken and getattr(config, key) != getattr(defaults, key)
+    ]
 
 
 def _check_supervised(config: Config, algorithm: Algorithm) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -68,6 +69,28 @@ def test_rewards_are_constructed_once_and_handed_over(arguments: list[str]) -> N
         assert isinstance(scorer.rewards["counted"], Counted)
         assert Counted.calls == ["constructor", "validate"]
     assert Counted.calls == ["constructor", "validate", "close"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (
+            ["algorithm.beta=0.5", "algorithm.kl_limit=1e-4"],
+            [
+                "algorithm.name=flow_grpo has no use for algorithm.kl_limit=0.0001, "
+                "algorithm.beta=0.5"
+            ],
+        ),
+        ([], []),
+    ],
+)
+def test_constants_that_the_loss_does_not_take_are_told_in_one_line(
+    arguments: list[str], caplog: pytest.LogCaptureFixture, overrides: list[str], lines: list[str]
+) -> None:
+    caplog.set_level(logging.INFO, logger="megadiff.train.check")
+    with ExitStack() as stack:
+        check(load_config([*arguments, *overrides]), world_size=1, stack=stack)
+    assert [text for text in caplog.messages if "no use for" in text] == lines
 
 
 def test_a_dry_run_closes_them(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

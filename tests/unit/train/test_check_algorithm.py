@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megadiff.algorithms import Algorithm, build_algorithm
+from megadiff.algorithms import ALGORITHMS, Algorithm, build_algorithm
+from megadiff.config.algorithm import with_algorithm_defaults
 from megadiff.config.load import ConfigError, load_config
 from megadiff.config.schema import AlgorithmConfig
 from megadiff.config.validate import validate
-from megadiff.train.check_algorithm import check_algorithm
+from megadiff.train.check_algorithm import CONSTANTS, check_algorithm, constants_without_use
 
 BASE = """
 run: {name: test}
@@ -190,6 +192,44 @@ def test_what_fits_together_passes(checked, overrides: str) -> None:
 def test_contradictions_are_refused_with_the_fix(checked, overrides: str, text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         checked(*overrides.split())
+
+
+@pytest.mark.parametrize(
+    "name, settings, unused",
+    [
+        ("flow_grpo", {"beta": 0.1, "kl_limit": 1e-4, "clip_range": 1e-5}, ["beta", "kl_limit"]),
+        ("flow_grpo", {"clip_range_high": 1e-3, "adv_clip_max": 2.0}, []),
+        ("grpo_guard", {"clip_range": 1e-5, "matching": "t2"}, ["matching"]),
+        ("flow_dppo", {"kl_limit": 1e-4, "clip_range": 1e-5}, ["clip_range"]),
+        ("nft", {"clip_range": 1e-5, "beta": 0.1}, ["clip_range"]),
+        ("awm", {"matching": "t2", "clip_range_high": 2.0, "beta": 0.1}, ["beta"]),
+        ("rwr", {"beta": 0.5, "clip_range_high": 1e-3}, ["clip_range_high"]),
+        ("dpo", {"beta": 50.0, "adv_clip_max": 2.0}, ["adv_clip_max"]),
+        ("sft", {"beta": 50.0}, ["beta"]),
+        ("sft", {}, []),
+        # spelling a default out is no mistake
+        ("nft", {"clip_range": 1e-4, "matching": "ghuber"}, []),
+    ],
+)
+def test_constants_without_use_are_named(name: str, settings: dict, unused: list[str]) -> None:
+    config = with_algorithm_defaults(AlgorithmConfig(name=name, **settings))
+    expected = [f"algorithm.{key}={settings[key]}" for key in unused]
+    assert sorted(constants_without_use(config, build_algorithm(config))) == sorted(expected)
+
+
+def test_the_constants_of_every_loss_are_known() -> None:
+    """A constant that the table lacks would go unnamed, and one renamed would be named wrongly."""
+    config = AlgorithmConfig()
+    taken = set().union(
+        *(
+            build_algorithm(replace(config, name=name)).loss.keywords
+            for name in ALGORITHMS
+            if name != "sft"
+        )
+    )
+    # refused where a loss lacks them, or no constants of the config
+    others = {"kl_coef", "lagging_kl_coef", "step_weight", "old"}
+    assert taken - others == set().union(*CONSTANTS.values())
 
 
 OWN = """
