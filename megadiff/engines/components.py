@@ -108,7 +108,9 @@ class ComponentsEngine:
         for component in self._trained:
             member = self.members[component]
             num_pairs = rows[component].num_pairs
-            # AdamW's moments would move it, and decay would, without any gradient
+            # AdamW's moments would move it, and decay would, without any gradient. In a model of
+            # several that is usual, as a window's steps may all be another's. One alone lacks a
+            # signal only where all groups do; its zero gradient is one of AdamW's, and counts.
             if len(self.members) > 1 and not num_pairs:
                 continue
 
