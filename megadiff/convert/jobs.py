@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,9 +24,10 @@ from megadiff.convert.model_folders import (
     listed,
     open_model,
     rest_of,
-    write_index,
+    whole_checkpoints,
 )
 from megadiff.convert.sources import Source, ordered_state
+from megadiff.convert.weight_index import check_index, new_index, write_index
 from megadiff.tensors import lora_files
 from megadiff.tensors.shards import ShardFolder, ShardWriter, TensorBox
 from megadiff.tensors.stored_tensors import (
@@ -39,6 +41,8 @@ from megadiff.tensors.stored_tensors import (
 )
 from megadiff.tensors.tensor_file import TensorFile, canonical_order, reserve_descriptors
 from megadiff.types import DTYPES
+
+logger = logging.getLogger(__name__)
 
 
 class Job(Protocol):
@@ -79,11 +83,31 @@ class ModelJob:
         self.num_bytes = sum(map(total_bytes, self._tensors.values()))
         self._source = source
         self._is_trained = is_trained(source)
-        self._rest = rest_of(self._base, is_left_out=is_card if self._is_trained else None)
+        # In a trained model's folder they would be the weights before training.
+        self._untrained = whole_checkpoints(self._base) if self._is_trained else []
+        self._rest = rest_of(self._base, is_left_out=self._is_left_out)
+        # Before anything is written: an index that cannot be made anew is refused here.
+        self._files = {
+            name: file_tensors(component, self._tensors[name])
+            for name, component in self._base.components.items()
+        }
+        self._indices = {
+            name: new_index(component, self._files[name])
+            for name, component in self._base.components.items()
+        }
         self.num_copied = self._rest.num_bytes
+
+    def _is_left_out(self, path: Path) -> bool:
+        return self._is_trained and (is_card(path) or path in self._untrained)
 
     def write(self, folder: Path, copier: Copier) -> None:
         self._rest.copy_to(folder)
+        if self._untrained:
+            logger.info(
+                "not copied from %s, as the weights there are those before training: %s",
+                self._base.path,
+                listed([str(path) for path in self._untrained]),
+            )
         if self._is_trained:
             card = model_card(self._source, dtype=_main_dtype(self._tensors))
             (folder / CARD).write_text(card, "utf-8")
@@ -91,13 +115,13 @@ class ModelJob:
         for name, component in self._base.components.items():
             prefix = f"{name}."
             target = folder / component.where
-            files = file_tensors(component, self._tensors[name])
             tensors = prefixed(prefix, self._tensors[name])
 
-            for file, metas in files.items():
+            for file, metas in self._files[name].items():
                 metadata = component.opened[file].metadata
                 copier.copy_to_file(target / file, tensors, metas, prefix=prefix, metadata=metadata)
-            write_index(component, target, files)
+            if index := self._indices[name]:
+                write_index(component, target, index)
 
             # Only now: what is merged is not computed before it is copied.
             wrong = sorted(self._merged & copier.not_finite)
@@ -116,6 +140,9 @@ class ModelJob:
                 raise ValueError(
                     f"the copy of {original} is another file; the disk or the memory is at fault"
                 )
+
+        for component in self._base.components.values():
+            check_index(component, folder / component.where)
 
         tensors: StoredTensors = {}
         for name, component in open_model(folder, self._base.family).components.items():

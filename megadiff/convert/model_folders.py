@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,8 +15,16 @@ from megadiff.models.registry import (
     build_adapter,
     check_model_folder,
     component_model,
+    is_whole_model,
 )
-from megadiff.tensors.model_files import ROOT_FILE, read_json, transformer_keys, weight_files
+from megadiff.tensors.model_files import (
+    ROOT_CONFIGS,
+    ROOT_FILE,
+    STEMS,
+    indexed_files,
+    transformer_keys,
+    weight_files,
+)
 from megadiff.tensors.stored_tensors import FLOATS, StoredTensors, from_file, listed
 from megadiff.tensors.tensor_file import TensorFile, TensorMeta, canonical_order
 from megadiff.types import Shapes
@@ -25,14 +32,7 @@ from megadiff.types import Shapes
 COMPONENT = "transformer"  # what a component is called that comes without a pipeline to say so
 WEIGHTS_NAME = "diffusion_pytorch_model.safetensors"
 # In older formats, too: left beside new weights, a library could load the old ones.
-WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".ckpt",
-    ".safetensors.index.json",
-    ".bin.index.json",
-)
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class Component:
 
     where: its path within a folder like the model's. family: as of component_model.
     is_single_file: it came as one file without a folder around it.
+    is_in_root: the file has BAGEL's layout, which holds other networks as well.
     """
 
     folder: Path
@@ -48,6 +49,7 @@ class Component:
     files: tuple[Path, ...]
     family: str = ""
     is_single_file: bool = False
+    is_in_root: bool = False
 
     @cached_property
     def model(self) -> ComponentModel:
@@ -61,14 +63,16 @@ class Component:
         Raises ValueError for one that is not whole.
         """
         if self.is_single_file:
-            # diffusers finds it under this name only.
-            return {WEIGHTS_NAME: TensorFile(self.files[0])}
+            # It is found under these names only.
+            name = ROOT_FILE if self.is_in_root else WEIGHTS_NAME
+            return {name: TensorFile(self.files[0])}
         return {path.name: TensorFile(path) for path in self.files}
 
     @cached_property
     def keys(self) -> dict[str, str]:
         """Return the model's names of weights → their keys in the files, where these differ."""
-        if self.files[0].name != ROOT_FILE:
+        # Not by the file's name: ema.safetensors may be another model's running average.
+        if not self.is_in_root:
             return {}
         return transformer_keys(self.opened[ROOT_FILE].tensors)
 
@@ -83,6 +87,20 @@ class Component:
                 if is_other or key in self.model.plan.constants:
                     constants[key] = from_file(file, key)
         return constants
+
+    @cached_property
+    def index(self) -> Path | None:
+        """Find the index that lists the weight files; None without one.
+
+        Raises ValueError for a file that is no index.
+        """
+        if self.is_single_file:
+            return None
+        for stem in STEMS:
+            path = self.folder / f"{stem}.safetensors.index.json"
+            if path.is_file() and self.opened.keys() & set(indexed_files(path)):
+                return path
+        return None
 
     def by_keys(self, tensors: StoredTensors) -> StoredTensors:
         """Return tensors under their keys in the files."""
@@ -151,9 +169,16 @@ def open_model(path: Path, family: str = "") -> ModelFolder:
         return ModelFolder(path=path, home=path, components=components, family=family)
 
     if (path / "config.json").is_file():
-        root = path / ROOT_FILE  # a whole model's, which has no component's folder
-        files = (root,) if root.is_file() else tuple(weight_files(path))
-        component = Component(folder=path, where=Path(), files=files, family=family)
+        root = path / ROOT_FILE
+        # In a component's folder a file of that name is somebody else's.
+        is_in_root = root.is_file() and is_whole_model(path, family)
+        component = Component(
+            folder=path,
+            where=Path(),
+            files=(root,) if is_in_root else tuple(weight_files(path)),
+            family=family,
+            is_in_root=is_in_root,
+        )
         components = {COMPONENT: component}
         return ModelFolder(path=path, home=path, components=components, family=family)
 
@@ -173,7 +198,12 @@ def open_single_file(path: Path, *, base: Path | None, family: str = "") -> Mode
             "folder with --base"
         )
     component = Component(
-        folder=folder, where=Path(), files=(path,), family=family, is_single_file=True
+        folder=folder,
+        where=Path(),
+        files=(path,),
+        family=family,
+        is_single_file=True,
+        is_in_root=path.name == ROOT_FILE and is_whole_model(folder, family),
     )
 
     return ModelFolder(path=path, home=home, components={COMPONENT: component}, family=family)
@@ -240,45 +270,44 @@ def rest_of(base: ModelFolder, *, is_left_out: Callable[[Path], bool] | None = N
 
     # The folder around a single file may hold anything.
     if single:
-        return OtherFiles(root=single.folder, files=(Path("config.json"),), folders=())
+        configs = ROOT_CONFIGS if single.is_in_root else ("config.json",)
+        return OtherFiles(root=single.folder, files=tuple(map(Path, configs)), folders=())
 
-    # A root has weights of other networks beside its own.
-    weighted = {
-        component.where
-        for component in base.components.values()
-        if component.files[0].name != ROOT_FILE
-    }
+    # Only trained weights are written anew: other components keep theirs, and so does a root, which
+    # has weights of other networks beside its own.
+    written: set[Path] = set()
+    weighted: set[Path] = set()
+    for component in base.components.values():
+        written |= {component.where / file.name for file in component.files}
+        if component.index:
+            written.add(component.where / component.index.name)
+        if not component.is_in_root:
+            weighted.add(component.where)
 
     def is_unwanted(path: Path) -> bool:
-        # Other components keep theirs: only trained weights are written anew.
-        is_weights = path.parent in weighted and path.name.endswith(WEIGHT_SUFFIXES)
+        is_stale = path.parent in weighted and is_weights(path.name)
         is_other = is_left_out is not None and is_left_out(path)
-        return path.name == ROOT_FILE or is_weights or is_other
+        return path in written or is_stale or is_other
 
     return other_files(base.path, is_left_out=is_unwanted)
 
 
-def write_index(
-    base: Component, folder: Path, files: Mapping[str, Mapping[str, TensorMeta]]
-) -> None:
-    """Write a component's index, where the base has one, with the tensors' size now."""
-    indices = sorted(base.folder.glob("*.safetensors.index.json"))
-    if base.is_single_file or not indices:
-        return
-    index = read_json(indices[0])
+def is_weights(name: str) -> bool:
+    """Tell whether a file's name is that of weights, or of an index, a variant's among them."""
+    # diffusers calls an index of a variant ….safetensors.index.fp16.json
+    is_index = ".index." in name and name.endswith(".json")
+    return is_index or name.endswith(WEIGHT_SUFFIXES)
 
-    total_size = 0
-    weight_map = {}
 
-    for file, metas in files.items():
-        for name, meta in metas.items():
-            total_size += meta.num_bytes
-            weight_map[name] = file
+def whole_checkpoints(base: ModelFolder) -> list[Path]:
+    """Return the weight files in a pipeline's root, relative to it: the whole model in one file.
 
-    index["metadata"] = {**index.get("metadata", {}), "total_size": total_size}
-    index["weight_map"] = weight_map
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"  # as diffusers writes it
-    (folder / indices[0].name).write_text(text, "utf-8")
+    No component is loaded from them, but loaders of single files and web interfaces take them.
+    """
+    if not (base.path / "model_index.json").is_file():
+        return []
+    paths = sorted(base.path.iterdir())
+    return [Path(path.name) for path in paths if is_weights(path.name) and path.is_file()]
 
 
 def _short(dtype: torch.dtype) -> str:

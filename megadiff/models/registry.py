@@ -161,6 +161,12 @@ def build_adapter(folder: Path, family: str = "") -> ModelAdapter:
     return choice(folder)
 
 
+def is_whole_model(folder: Path, family: str = "") -> bool:
+    """Tell whether a folder is a whole model without components' folders, as BAGEL's is."""
+    index = read_index(folder)
+    return not index and any(choice.recognises(folder, index) for choice in _choices(family))
+
+
 def component_model(folder: Path, family: str = "") -> ComponentModel:
     """Return the model of a trained component's folder, with a pipeline around it or without.
 

@@ -16,6 +16,9 @@ ROOT_FILE = "ema.safetensors"
 LANGUAGE_MODEL = "language_model.model."
 GENERATION_CORE = ("time_embedder.", "vae2llm.", "llm2vae.", "latent_pos_embed.")
 NOT_TRANSFORMER = ("language_model.model.norm.weight",)
+ROOT_CONFIGS = ("config.json", "llm_config.json")  # which describe the transformer there
+# diffusers' name of a component's weights, and that of transformers for text encoders
+STEMS = ("diffusion_pytorch_model", "model")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -58,12 +61,11 @@ def weight_files(folder: Path) -> list[Path]:
     Only the names that diffusers and transformers load by default count, and not variants
     (`….fp16.safetensors`) beside them. Raises ValueError.
     """
-    # diffusers' name, and that of transformers for text encoders
-    for stem in ("diffusion_pytorch_model", "model"):
+    for stem in STEMS:
         index = folder / f"{stem}.safetensors.index.json"
         single = folder / f"{stem}.safetensors"
         if index.is_file():
-            shards = _indexed_files(index)
+            shards = indexed_files(index)
             missing = [name for name in shards if not (folder / name).is_file()]
             if missing:
                 raise ValueError(
@@ -73,7 +75,9 @@ def weight_files(folder: Path) -> list[Path]:
             return [folder / name for name in shards]
         if single.is_file():
             return [single]
-    if (root := folder.parent / ROOT_FILE).is_file():
+    root = folder.parent / ROOT_FILE
+    # In a pipeline's root a file of that name is somebody else's.
+    if root.is_file() and not (folder.parent / "model_index.json").is_file():
         return [root]
     raise ValueError(
         f"{folder} holds neither diffusion_pytorch_model nor model .safetensors; fetch the whole "
@@ -81,7 +85,7 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
-def _indexed_files(index: Path) -> list[str]:
+def indexed_files(index: Path) -> list[str]:
     """Return the names of the files that an index lists. Raise ValueError when it is no index."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
