@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 IMAGE_KEYS = ("image", "images")
 MAX_READERS = 16
+SHOWN_CHARS = 200  # of a value in a message; an image column may hold megabytes of pixels
 Row = tuple[str, dict[str, object]]  # where it stands ("file:line"), and its columns
 
 
@@ -145,10 +146,16 @@ def _image_names(where: str, fields: dict[str, object], folder: Path) -> list[st
         or not all(isinstance(name, str) and name for name in names)
     ):
         raise ValueError(
-            f"{where}: its images are {given}, but with rollout.images=true every row needs "
-            f"'image', a file's name, or 'images', a list of them, relative to {folder}"
+            f"{where}: its images are {_shortened(given)}, but with rollout.images=true every row "
+            f"needs 'image', a file's name, or 'images', a list of them, relative to {folder}; "
+            "write pixels or bytes to files, and name those"
         )
     return names
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}… ({len(text)} characters)"
 
 
 def checked_text(where: str, key: str, text: object, max_chars: int) -> str:

@@ -125,6 +125,11 @@ def test_a_row_has_one_of_the_two_columns(tmp_path: Path) -> None:
     row = {"prompt": "a", "image": "good.png", "images": ["good.png"]}
     with pytest.raises(ValueError, match=r":1: its images are {'image': 'good.png', 'images'"):
         load_prompts(prompts(tmp_path, row), max_chars=9, check_images=readable)
+    pixels = {"prompt": "a", "image": {"bytes": "0" * 2_000_000}}
+    with pytest.raises(ValueError, match=r"its images are {'image': {'bytes': '000") as caught:
+        load_prompts(prompts(tmp_path, pixels), max_chars=9, check_images=readable)
+    message = str(caught.value).replace(str(tmp_path), "")
+    assert len(message) < 600 and "write pixels or bytes to files, and name those" in message
     (tmp_path / "p.txt").write_text("a\n")
     with pytest.raises(ValueError, match=r"p.txt:1: its images are {}"):
         load_prompts(tmp_path / "p.txt", max_chars=9, check_images=readable)
