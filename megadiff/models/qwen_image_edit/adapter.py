@@ -13,8 +13,9 @@ from megadiff.models.adapter import Images
 from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.decoding import TokenCount
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
+from megadiff.models.qwen_image_edit.marks import check_text
 from megadiff.models.qwen_image_edit.sides import picture_sides, sides_of_area
-from megadiff.types import Sampling, Tensors
+from megadiff.types import Prompt, Sampling, Tensors
 
 
 class QwenImageEditAdapter(QwenImageAdapter):
@@ -32,6 +33,12 @@ class QwenImageEditAdapter(QwenImageAdapter):
     supervised_obstacle = "an edit begins with given images, which captioned ones lack"
     needs_images = True
     most_images = 4  # as in vllm-omni's pipeline; more do not fit into the prompt
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        for prompt in prompts:
+            check_text(prompt.text)
+            check_text(prompt.negative_text)
+        super().check_prompts(prompts)
 
     def image_size(self, height: int, width: int, sampling: Sampling) -> tuple[int, int]:
         """Return the size with the drawn image's area in the given image's own shape.

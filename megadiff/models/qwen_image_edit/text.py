@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Qwen2VLProcessor
 
 from megadiff.models.packing import pad_rows
+from megadiff.models.qwen_image_edit.marks import check_text
 from megadiff.models.qwen_image_edit.sides import picture_sides
 
 # As in the pipelines of diffusers 0.40 and vllm-omni 0.28.
@@ -52,7 +53,11 @@ class PictureProcessor(Qwen2VLProcessor):
         return cls(image_processor, tokenizer)
 
     def inputs(self, text: str, pictures: Sequence[Tensor]) -> Any:
-        """Return the encoder's arguments for one text and its pictures, uint8 [H, W, 3] each."""
+        """Return the encoder's arguments for one text and its pictures, uint8 [H, W, 3] each.
+
+        Raises ValueError as check_text does.
+        """
+        check_text(text)
         marks = "".join(PICTURE.format(index + 1) for index in range(len(pictures)))
         return self(
             text=[TEMPLATE.format(marks + text)],

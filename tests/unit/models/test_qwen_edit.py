@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from megadiff.models.packing import TokenGrid
 from megadiff.models.qwen_image_edit.adapter import QwenImageEditAdapter
 from megadiff.models.qwen_image_edit.sides import sides_of_area
 from megadiff.models.qwen_image_edit.text import PictureProcessor, encode
-from megadiff.types import Sampling
+from megadiff.types import Prompt, Sampling
 
 AREA = 64 * 64
 SAMPLING = Sampling(
@@ -102,6 +103,23 @@ def test_text_and_pictures_are_encoded_as_by_the_stock_pipeline(pipeline, sizes)
         length = int(mask_BT[row].sum())
         assert mask_BT[row, :length].all() and length == expected_BTD.shape[1]
         torch.testing.assert_close(found_BTD[row, :length], expected_BTD[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mark", ["<|image_pad|>", "<|video_pad|>"])
+def test_a_pictures_place_in_a_text_is_refused(folder, pipeline, mark):
+    """The processor would look for a picture more, and end in a StopIteration or TypeError."""
+    adapter = QwenImageEditAdapter(folder)
+    text = f"paint {mark} red"
+    for prompt in (
+        Prompt(text=text, id="0" * 16),
+        Prompt(text="a", negative_text=text, id="0" * 16),
+    ):
+        with pytest.raises(ValueError, match=rf"holds {re.escape(mark)}, which .*remove it"):
+            adapter.check_prompts([prompt])
+    with pytest.raises(ValueError, match=rf"holds {re.escape(mark)}, which"):
+        pipeline.processor.inputs(text, _pictures((64, 64)))
+    # the other marks are tokens like others
+    adapter.check_prompts([Prompt(text="<|vision_start|><|im_end|>", id="0" * 16)])
 
 
 @pytest.fixture(scope="module", params=IMAGES)
