@@ -34,11 +34,11 @@ from megadiff.planner.memory_plan import (
 )
 from megadiff.planner.network_text import layout_cells, network_lines
 from megadiff.planner.options import machine_of, parser
-from megadiff.planner.remedies import MORE_GPUS, find_remedy, with_settings
+from megadiff.planner.remedies import LORA_RANK, find_remedy, more_machines, with_settings
 from megadiff.planner.work import Machine
 from megadiff.process.words import counted
+from megadiff.train.check_model import check_model, check_replicas
 from megadiff.train.dry_run import node_lines
-from megadiff.train.sampling import sampling_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config([*options.config, *config_arguments])
         machine = machine_of(options)
         # dp=1 divides everything: what depends on dp is an obstacle of a layout, not of the config.
-        validate(config, dp=1, on_policy=build_algorithm(config.algorithm).on_policy)
+        on_policy = build_algorithm(config.algorithm).on_policy
+        validate(config, dp=1, on_policy=on_policy)
         adapter = build_adapter(Path(config.model.path), config.model.family)
-        adapter.validate(sampling_of(config.rollout))
-        if config.model.float32_streams:
-            adapter.check_float32_streams()
+        check_model(config, adapter, on_policy=on_policy)
+        check_replicas(config, adapter, num_nodes=machine.num_nodes)
         plan = make_plan(config, adapter, machine=machine, text_tokens=options.text_tokens)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -326,14 +326,17 @@ def _remedy_lines(plan: MemoryPlan, config: Config, *, text_tokens: int) -> list
     """Say with which settings it fits, which have been planned."""
     remedy = find_remedy(plan, config, text_tokens=text_tokens)
     if remedy is None:
-        most = max(MORE_GPUS) * plan.machine.world_size
+        machines = [plan.machine, *more_machines(plan.machine)]
+        most = machines[-1].world_size
+        lora = "" if config.lora.rank else f", nor with LoRA of rank {LORA_RANK}"
         return [
-            f"  no setting was found with which it fits, on up to {most} GPUs either; try "
-            "lora.rank=32, GPUs with more memory, or a smaller model"
+            f"  no setting was found with which it fits, on up to {most} GPUs either{lora}; try "
+            "GPUs with more memory, or a smaller model"
         ]
 
     estimate = remedy.estimate
-    layout = overrides(estimate, with_settings(config, [remedy.settings]))
+    changed = with_settings(config, [remedy.settings])
+    layout = overrides(estimate, changed)
     settings = " ".join(f"{key}={value}" for key, value in remedy.settings.items())
     num_gpus = remedy.machine.world_size
     more = f"--world-size {num_gpus} " if num_gpus > plan.machine.world_size else ""
@@ -342,10 +345,14 @@ def _remedy_lines(plan: MemoryPlan, config: Config, *, text_tokens: int) -> list
         f"> it fits with: {more}{settings}{' ' if settings else ''}{layout}",
         f"  Its peak is {_gib(estimate.peak(worst))} GiB, in {worst}.",
     ]
+    if "lora.rank" in remedy.settings:
+        lines.append("  All weights fit in no way that was tried; low-rank pairs beside them do.")
     if "rollout.registry" in remedy.settings:
+        count = changed.rollout.num_replicas
+        tp = changed.rollout.tp
         lines.append(
-            "  Replicas are then on other GPUs, and announce themselves in that folder: "
-            "`megadiff serve CONFIG.yaml …`"
+            f"  You then start {counted(count, 'replica')} (rollout.tp={tp}) on other GPUs, for "
+            "which the run waits: `megadiff serve CONFIG.yaml …` announces one in that folder."
         )
 
     return lines

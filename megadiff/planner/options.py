@@ -78,19 +78,19 @@ def machine_of(options: argparse.Namespace) -> Machine:
     gib = USABLE_GIB[options.gpu] if options.memory_gib is None else options.memory_gib
     if not 0 < gib < math.inf:
         raise ValueError(f"--memory-gib {gib} is not positive; give the memory of one GPU")
-    if world_size > gpus_per_node and world_size % gpus_per_node:
-        raise ValueError(
-            f"--world-size {world_size} is not a multiple of --gpus-per-node {gpus_per_node}; "
-            "give whole nodes"
-        )
-
-    return Machine(
+    machine = Machine(
         world_size=world_size,
         gpus_per_node=gpus_per_node,
         num_bytes=int(gib * GIB),
         host_bytes=host_bytes(gpus_per_node, options.host_gib),
         headroom=options.headroom,
     )
+    if not machine.has_whole_nodes:
+        raise ValueError(
+            f"--world-size {world_size} is not a multiple of --gpus-per-node {gpus_per_node}; "
+            "give whole nodes"
+        )
+    return machine
 
 
 def _sizes(options: argparse.Namespace) -> tuple[int, int]:

@@ -10,11 +10,14 @@ from megadiff.planner.engine_memory import Placing
 from megadiff.planner.footprint import size_replicas
 from megadiff.planner.memory_plan import Estimate, MemoryPlan, estimate_placing, make_plan
 from megadiff.planner.work import Machine, work_of
+from megadiff.train.check_model import check_replicas
+from megadiff.train.replicas import replicas_per_node
 
 Settings = Mapping[str, object]  # key of the config → value
 MAX_LAYOUTS = 3  # with the smallest peaks; a try takes half a second
 MORE_GPUS = (2, 4, 8)  # times as many
 REGISTRY = "FOLDER"
+LORA_RANK = 32  # of the last remedy: frozen weights have neither gradients nor moments
 ROWS = "train.microbatch_size"
 
 
@@ -31,9 +34,10 @@ def find_remedy(plan: MemoryPlan, config: Config, *, text_tokens: int) -> Remedy
     """Return the cheapest settings that fit on these GPUs, else on more of them; None for none.
 
     One setting is tried before several, and of several those that are not needed are left out.
+    Where all weights are trained and nothing helps, LoRA is tried in the same way.
     """
     tries = _Tries(plan, config, text_tokens)
-    steps = list(_steps(plan, config))
+    steps = [step for step in _steps(plan, config) if tries.is_allowed([step], plan.machine)]
     # Of microbatches only the smallest: the settings that win are refined afterwards.
     together = [step for step in steps if step.get(ROWS, 1) == 1]
     placings = _nearest(plan)
@@ -48,15 +52,40 @@ def find_remedy(plan: MemoryPlan, config: Config, *, text_tokens: int) -> Remedy
             return tries.remedy(needed, plan.machine)
 
     # More GPUs hold less each of what is sharded over data parallelism.
-    for times in MORE_GPUS:
-        machine = replace(plan.machine, world_size=times * plan.machine.world_size)
+    for machine in more_machines(plan.machine):
+        times = machine.world_size // plan.machine.world_size
         layout = placings[0].layout
         larger = replace(layout, world_size=machine.world_size, dp=times * layout.dp)
         placing = replace(placings[0], layout=larger)
         if tries.fits(placing, together, machine):
             return tries.remedy(tries.needed(placing, together, machine), machine)
 
-    return None
+    return None if config.lora.rank else _lora_remedy(plan, config, text_tokens=text_tokens)
+
+
+def more_machines(machine: Machine) -> list[Machine]:
+    """Return MORE_GPUS times the machine, where that is whole nodes."""
+    larger = [replace(machine, world_size=times * machine.world_size) for times in MORE_GPUS]
+    return [candidate for candidate in larger if candidate.has_whole_nodes]
+
+
+def _lora_remedy(plan: MemoryPlan, config: Config, *, text_tokens: int) -> Remedy | None:
+    """Return LoRA with what it needs besides; None where that does not fit either."""
+    settings: dict[str, object] = {"lora.rank": LORA_RANK}
+    # The config refuses both together.
+    if config.engine.fp8 != "none":
+        settings["engine.fp8"] = "none"
+    changed = with_settings(config, [settings])
+    lora_plan = make_plan(
+        changed, plan.model.adapter, machine=plan.machine, text_tokens=text_tokens
+    )
+    if lora_plan.pick:
+        return Remedy(settings=settings, estimate=lora_plan.pick, machine=plan.machine)
+    if not _nearest(lora_plan):
+        return None
+
+    remedy = find_remedy(lora_plan, changed, text_tokens=text_tokens)
+    return replace(remedy, settings={**settings, **remedy.settings}) if remedy else None
 
 
 def _nearest(plan: MemoryPlan) -> list[Placing]:
@@ -74,8 +103,19 @@ class _Tries:
         self._config = config
         self._text_tokens = text_tokens
 
+    def is_allowed(self, steps: Sequence[Settings], machine: Machine) -> bool:
+        """Tell whether a run would start its replicas with these settings."""
+        config = with_settings(self._config, steps)
+        try:
+            check_replicas(config, self._model.adapter, num_nodes=machine.num_nodes)
+        except ValueError:
+            return False
+        return True
+
     def fits(self, placing: Placing, steps: Sequence[Settings], machine: Machine) -> bool:
-        """Tell whether one layout fits."""
+        """Tell whether one layout fits, with replicas that a run would start."""
+        if not self.is_allowed(steps, machine):
+            return False
         config = with_settings(self._config, steps)
         replicas = size_replicas(config, self._model, machine, text_tokens=self._text_tokens)
         work = work_of(config, self._model, placing, machine, self._text_tokens)
@@ -102,6 +142,12 @@ class _Tries:
     def remedy(self, steps: Sequence[Settings], machine: Machine) -> Remedy | None:
         """Return the settings with the layout that is preferred under them."""
         config = with_settings(self._config, steps)
+        if config.rollout.mode == "separate":
+            # Somebody else starts them, and the run waits for so many.
+            count = replicas_per_node(
+                config, num_nodes=1, num_ranks=machine.world_size, on_gpus=True
+            )
+            steps = [*steps, {"rollout.num_replicas": count}]
         adapter = self._model.adapter
         plan = make_plan(config, adapter, machine=machine, text_tokens=self._text_tokens)
         settings = {

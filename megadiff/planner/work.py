@@ -30,6 +30,15 @@ class Machine:
     headroom: float
 
     @property
+    def num_nodes(self) -> int:
+        return max(1, self.world_size // self.gpus_per_node)
+
+    @property
+    def has_whole_nodes(self) -> bool:
+        """Tell whether all nodes have equally many of the GPUs."""
+        return self.world_size <= self.gpus_per_node or self.world_size % self.gpus_per_node == 0
+
+    @property
     def budget(self) -> int:
         return int(self.num_bytes * (1 - self.headroom))
 

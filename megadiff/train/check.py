@@ -15,7 +15,6 @@ from megadiff.config.validate import validate
 from megadiff.data.images import ImageSource, open_images
 from megadiff.data.prompts import load_prompts
 from megadiff.diffusion.schedule import check_window
-from megadiff.engines.fp8 import check_fp8_fits
 from megadiff.engines.lora import check_start
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
@@ -29,12 +28,11 @@ from megadiff.parallel.mesh import (
 )
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.limits import Limits
-from megadiff.rollout.stages import check_stages
 from megadiff.train.check_algorithm import ITEMS, check_algorithm, constants_without_use
 from megadiff.train.check_judges import check_judges
+from megadiff.train.check_model import check_model, check_replicas
 from megadiff.train.components import check_components
 from megadiff.train.evaluate import spread
-from megadiff.train.replicas import check_num_replicas
 from megadiff.train.sampling import given_images, sampling_of
 from megadiff.types import Prompt, Sampling
 
@@ -76,15 +74,14 @@ def check(
             f"checkpoint.resume={resume} is no folder; give a checkpoint's, auto or never"
         )
 
-    check_num_replicas(config, num_nodes=max(1, world_size // ranks_per_node))
-    sampling = sampling_of(config.rollout)
     on_policy = algorithm.on_policy
     if on_policy:
-        check_window(sampling)
+        check_window(sampling_of(config.rollout))
         _check_weights(config)
     _check_lora_start(config, algorithm)
 
-    adapter = _checked_adapter(config, layout, sampling, algorithm)
+    adapter = _checked_adapter(config, layout, algorithm)
+    check_replicas(config, adapter, num_nodes=max(1, world_size // ranks_per_node))
     prompts = read_prompts(config, config.data.prompts, adapter) if on_policy else []
     asked = [*prompts, *eval_prompts(config, adapter)]
     adapter.check_prompts(asked)
@@ -124,9 +121,7 @@ def _check_lora_start(config: Config, algorithm: Algorithm) -> None:
         )
 
 
-def _checked_adapter(
-    config: Config, layout: Layout, sampling: Sampling, algorithm: Algorithm
-) -> ModelAdapter:
+def _checked_adapter(config: Config, layout: Layout, algorithm: Algorithm) -> ModelAdapter:
     """Return the model's adapter. Raises ValueError where the config does not fit the model."""
     model = Path(config.model.path)
     try:
@@ -135,36 +130,12 @@ def _checked_adapter(
         raise ValueError(f"model.path={config.model.path}: {error}") from error
 
     adapter = build_adapter(model, config.model.family)
-    adapter.check_trained()
-    if adapter.supervised_obstacle and not algorithm.on_policy:
-        raise ValueError(
-            f"algorithm.name={config.algorithm.name} with {adapter.title}: "
-            f"{adapter.supervised_obstacle}; train it by RL, e.g. with algorithm.name=flow_grpo"
-        )
-    adapter.validate(sampling)
-    if config.rollout.stage_config:
-        check_stages(
-            Path(config.rollout.stage_config),
-            adapter,
-            tp=config.rollout.tp,
-            # a run's own replica sees its own GPUs alone; others' are counted where they start
-            num_devices=config.rollout.tp if config.rollout.mode == "colocated" else None,
-        )
-    if config.model.float32_streams:
-        adapter.check_float32_streams()
+    check_model(config, adapter, on_policy=algorithm.on_policy)
     for warning in check_components(config, adapter, has_steps=algorithm.rows == "steps"):
         if os.environ.get("RANK", "0") == "0":  # there is no mesh yet
             logger.warning("%s", warning)
     check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)
     check_start(config.lora, adapter)
-    check_fp8_fits(config, adapter)
-
-    # replicas split the same heads, by a size of their own
-    if adapter.num_heads % config.rollout.tp:
-        raise ValueError(
-            f"rollout.tp={config.rollout.tp} does not divide the model's {adapter.num_heads} "
-            f"attention heads; set rollout.tp to a divisor of {adapter.num_heads}"
-        )
     return adapter
 
 

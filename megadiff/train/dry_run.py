@@ -70,13 +70,9 @@ def node_lines(config: Config, *, world_size: int, ranks_per_node: int) -> list[
     is_sampled = build_algorithm(config.algorithm).on_policy or bool(config.eval.every)
     is_colocated = is_sampled and rollout.mode == "colocated"
 
-    per_node = replicas_per_node(
-        config,
-        num_nodes=num_nodes,
-        num_ranks=num_ranks,
-        # `auto` may be planned on a machine without GPUs
-        on_gpus=config.run.device != "cpu",
-    )
+    # `auto` may be planned on a machine without GPUs
+    on_gpus = config.run.device != "cpu"
+    per_node = replicas_per_node(config, num_nodes=num_nodes, num_ranks=num_ranks, on_gpus=on_gpus)
     lines = []
 
     for first in range(0, num_nodes * num_ranks, num_ranks):
@@ -87,7 +83,9 @@ def node_lines(config: Config, *, world_size: int, ranks_per_node: int) -> list[
         lines.append(line)
 
     if is_sampled and not is_colocated:
-        replicas = counted(rollout.num_replicas, "replica")
+        # all ranks share them, so that all GPUs count where the config leaves the number open
+        count = replicas_per_node(config, num_nodes=1, num_ranks=world_size, on_gpus=on_gpus)
+        replicas = counted(count, "replica")
         lines.append(
             f"other nodes: you start {replicas} (rollout.tp={rollout.tp}): "
             "launch/serve.sh N, then this command's configs and settings"

@@ -114,6 +114,9 @@ def test_nothing_fits(capsys):
     assert "GiB > 35.5 GiB in update: " in text and "activations" in text
     hint = re.search("^> it fits with: (.*)$", text, re.M)[1]
     assert "--world-size 16 " in hint and "rollout.mode=separate" in hint
+    # as many as the run waits for
+    assert "rollout.num_replicas=16 " in hint
+    assert "You then start 16 replicas (rollout.tp=1) on other GPUs" in text
 
     # Followed, it fits, and the layout that it names is the one to take.
     assert main(["plan", RECIPE, MODEL, "--gpu", "a100-40", "--json", *hint.split()]) == 0
