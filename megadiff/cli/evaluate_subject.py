@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megadiff.algorithms import build_algorithm
 from megadiff.checkpoint.checkpoints import whole_looking
-from megadiff.config.load import last_named, load_config
+from megadiff.config.load import last_named, load_config, override
 from megadiff.config.rewards import RewardConfig
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
@@ -155,11 +155,13 @@ def config_of(target: Path, config_arguments: list[str]) -> Config:
         base = MODEL_DEFAULTS + ([str(model_config)] if model_config.is_file() else [])
         # A recipe's name is that of a run, in whose folder this one has no business.
         named = any(argument.startswith("run.name=") for argument in config_arguments)
-        name = [] if named else [f"run.name=evaluate_{target.name}"]
+        name = [] if named else [override("run.name", f"evaluate_{target.name}")]
+        model = override("model.path", str(target))
         # FIXED comes last, as later layers win: no argument can change it.
-        return load_config([*base, f"model.path={target}", *config_arguments, *name, *FIXED])
+        return load_config([*base, model, *config_arguments, *name, *FIXED])
 
-    name = [f"run.dir={target.parent}", f"run.name={target.name}"]
+    # Its own folder, whatever its name looks like: 010 is not 8.
+    name = [override("run.dir", str(target.parent)), override("run.name", target.name)]
     base = [str(target / "config.yaml"), *name, *RUN_DEFAULTS]
     config = load_config([*base, *config_arguments, *FIXED])
 

@@ -5,12 +5,14 @@ A typo or a wrong type is a ConfigError with the full key and a near match.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -28,11 +30,26 @@ def _plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+def _text_keys(section: type, prefix: str = "") -> set[str]:
+    """Return every key of a section whose value is a text, e.g. `run.name`."""
+    keys = set()
+    for name, kind in get_type_hints(section).items():
+        if kind is str:
+            keys.add(f"{prefix}{name}")
+        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            keys |= _text_keys(kind, f"{prefix}{name}.")
+
+    return keys
+
+
 # Plain dicts: a node of OmegaConf raises for a key without a value.
 SCHEMA = _plain(OmegaConf.structured(Config))
 NAMED_SCHEMAS = {
     f"{name}.": _plain(OmegaConf.structured(section)) for name, section in NAMED_SECTIONS.items()
 }
+TEXT_KEYS = _text_keys(Config)
+NAMED_TEXT_KEYS = {name: _text_keys(section) for name, section in NAMED_SECTIONS.items()}
+NULLS = ("", "~", "null", "Null", "NULL")  # what YAML reads as no value
 
 # Not taken silently: a config that is read again should say what is meant today.
 RENAMED = {  # refused key → what to write instead
@@ -195,14 +212,41 @@ def _read_yaml(path: Path) -> DictConfig:
     return layer
 
 
+def override(key: str, value: str) -> str:
+    """Return the argument that gives a key exactly this text, whatever YAML would read in it."""
+    # A JSON string is one of YAML's; it may hold quotes and line breaks.
+    return f"{key}={json.dumps(_escaped(value), ensure_ascii=False)}"
+
+
+def _escaped(text: str) -> str:
+    """Return a text in which OmegaConf sees no interpolation: `${` stays what it is."""
+    # Before one, a backslash stands for itself only when it is doubled.
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)
+
+
 def _override(argument: str) -> DictConfig:
-    key, _, _ = argument.partition("=")
+    key, _, value = argument.partition("=")
     if not re.fullmatch(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*", key):
         raise ConfigError(f"{key!r} is not a config key; write section.key=value")
+
+    text = value.strip()
+    # Quotes and null are YAML's. Lists and mappings are refused later, by their key.
+    is_typed = _is_text(key) and text not in NULLS and text[0] not in "'\"[{"
     try:
-        return OmegaConf.from_dotlist([argument])
+        if not is_typed:
+            return OmegaConf.from_dotlist([argument])
+        layer = OmegaConf.create()
+        # YAML would make 8 of 010, and `a` of `a #b`.
+        OmegaConf.update(layer, key, text)
+        return layer
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{argument!r} is not valid: {error}") from error
+
+
+def _is_text(key: str) -> bool:
+    """Return True where the schema has a text for the key, e.g. run.name or reward.ocr.type."""
+    section, _, rest = key.partition(".")
+    return key in TEXT_KEYS or rest.partition(".")[2] in NAMED_TEXT_KEYS.get(section, ())
 
 
 def all_keys(schema: Mapping[str, Any] = SCHEMA, prefix: str = "") -> list[str]:

@@ -357,7 +357,7 @@ def test_replicas_sleep_by_themselves_on_gpus_where_every_push_brings_all_weight
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("rollout.sleep=true",), "rollout.sleep='True' is not one of auto, always, never"),
+        (("rollout.sleep=true",), "rollout.sleep='true' is not one of auto, always, never"),
         (
             ("rollout.sleep=always", "rollout.mode=separate", "rollout.registry=r"),
             "set rollout.sleep=auto",

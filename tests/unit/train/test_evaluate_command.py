@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from megadiff.cli import evaluate as command
+from megadiff.cli import evaluate_subject
 from megadiff.cli.evaluate import main
 from megadiff.cli.evaluate_subject import resolve
+from megadiff.train.run import run_folder
 from megadiff.train.run_lock import lock
 
 SIZE = ["rollout.height=64", "rollout.width=64"]
@@ -227,3 +229,30 @@ def test_a_reward_of_the_config_keeps_its_arguments_and_ones_own_may_be_named(
     assert list(subject.config.reward) == ["size", "ColorReward"]
     subject, _ = subject_of(model, prompts=prompts, reward=["size"])
     assert list(subject.config.reward) == ["size"]
+
+
+def run_of(model: Path, folder: Path, config: dict, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a run's folder, whose checkpoint looks whole, with its config.yaml."""
+    # What a checkpoint must hold is not looked at here.
+    monkeypatch.setattr(evaluate_subject, "whole_looking", lambda _: True)
+    folder.mkdir()
+    whole = {
+        "run": {"name": folder.name, "dir": str(folder.parent)},
+        "model": {"path": str(model)},
+        "train": {"num_steps": 1, "prompts_per_step": 1},
+        "algorithm": {"group_size": 2},
+        "optim": {"lr": 1},
+        "rollout": {"height": 64, "width": 64},
+        "reward": {"color": {"type": "color"}},
+    }
+    for section, values in config.items():
+        whole[section] = whole.get(section, {}) | values
+    (folder / "config.yaml").write_text(yaml.safe_dump(whole))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["010", "2026_01_15", "a #b", "12:30", "null", "${x}"])
+def test_a_run_is_the_one_in_its_folder(tiny_model, tmp_path, prompts, monkeypatch, name):
+    run = run_of(tiny_model, tmp_path / name, {"run": {"name": "trained"}}, monkeypatch)
+    subject, _ = subject_of(run, prompts=prompts)
+    assert run_folder(subject.config) == run
