@@ -71,9 +71,7 @@ def load_config(arguments: Sequence[str]) -> Config:
     Raises ConfigError: no such file, not yaml, unknown key, wrong type, a key without a value.
     """
     merged = _merged(arguments)
-    _check_complete(merged)
-
-    config = OmegaConf.to_object(merged)
+    config = _to_object(arguments, merged)
     assert isinstance(config, Config)
     config.algorithm = with_algorithm_defaults(config.algorithm)
     return config
@@ -81,9 +79,7 @@ def load_config(arguments: Sequence[str]) -> Config:
 
 def load_rewards(arguments: Sequence[str]) -> dict[str, RewardConfig]:
     """Return the section `reward` of a config that need not be whole. Raises as load_config()."""
-    merged = _merged(arguments)
-    _check_complete(merged, section="reward.")
-    rewards = OmegaConf.to_object(merged.reward)
+    rewards = _to_object(arguments, _merged(arguments), section="reward")
     assert isinstance(rewards, dict)
     return {str(name): reward for name, reward in rewards.items()}
 
@@ -148,21 +144,62 @@ def _take_out(source: str, merged: DictConfig, layer: DictConfig) -> None:
             del layer[section][name]
 
 
+def _to_object(arguments: Sequence[str], merged: DictConfig, *, section: str = "") -> object:
+    """Return the merged config, or one section of it, as dataclasses, interpolations resolved.
+
+    Raises ConfigError for a key without a value, and for an interpolation that leads nowhere.
+    """
+    try:
+        _check_complete(merged, section=section)
+        return OmegaConf.to_object(merged[section] if section else merged)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or section)
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{_source_of(key, arguments)}: {key}: {reason}; mend the ${{…}}"
+        ) from error
+
+
+def _source_of(key: str, arguments: Sequence[str]) -> str:
+    """Return the last layer that gives a key or a section around it, "config" for none."""
+    names = re.split(r"[.\[]", key)
+    for source, layer in reversed([*_layers(arguments)]):
+        value: Any = _plain(layer)
+        for name in names:
+            value = value.get(name) if isinstance(value, dict) else value
+        if value is not None:
+            return source
+
+    return "config"
+
+
 def _check_complete(merged: DictConfig, *, section: str = "") -> None:
     """Refuse keys without a value, once a later layer can no longer give it."""
-    missing = sorted(key for key in OmegaConf.missing_keys(merged) if key.startswith(section))
+    missing = sorted(OmegaConf.missing_keys(merged))
+    missing = [key for key in missing if not section or key.startswith(f"{section}.")]
     if missing:
         raise ConfigError(f"missing {', '.join(missing)}; give each in a yaml file or as key=value")
 
 
 def to_dict(config: Config) -> dict:
-    """Return the resolved config as plain dicts and lists."""
-    return _plain(OmegaConf.structured(config), resolve=True)
+    """Return the config as plain dicts and lists."""
+    # Not by OmegaConf, which would resolve a text that has `${` in it.
+    return dataclasses.asdict(config)
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved config as yaml; loading it gives the same config."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), "utf-8")
+    """Write the config as yaml; loading it gives the same config."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(_escaped_all(to_dict(config)))), "utf-8")
+
+
+def _escaped_all(value: Any) -> Any:
+    """Return a nested value in which every text is escaped."""
+    if isinstance(value, dict):
+        return {name: _escaped_all(child) for name, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped_all(child) for child in value]
+
+    return _escaped(value) if isinstance(value, str) else value
 
 
 def _check_kinds(source: str, schema: dict, layer: dict, prefix: str = "") -> None:
@@ -201,12 +238,16 @@ def _layers(arguments: Sequence[str]) -> Iterable[tuple[str, DictConfig]]:
 
 
 def _read_yaml(path: Path) -> DictConfig:
-    if not path.is_file():
+    # Not path.is_file(), which raises for a text of more than 255 bytes.
+    if not os.path.isfile(path):
         raise ConfigError(f"no config file {path}; give a yaml file, or an override as key=value")
     try:
         layer = OmegaConf.load(path)
     except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is not valid yaml: {error}") from error
+    except OSError as error:
+        # OmegaConf raises it for a lone number, too.
+        raise ConfigError(f"{path} gives no mapping of config keys: {error}") from error
     if not isinstance(layer, DictConfig):
         raise ConfigError(f"{path} holds a {type(layer).__name__}, not a mapping of config keys")
     return layer
@@ -274,6 +315,8 @@ def _advice(key: str) -> str:
     if is_named:
         # The schema has no reward or judge by name: all_keys() ends at `reward`.
         keys = [f"{section}.{name}" for name in NAMED_SCHEMAS[f"{top}."]]
+    if key in keys:
+        return f"in yaml a dot is part of a name; nest it: {_nested(key)}"
 
     near = difflib.get_close_matches(key, keys, n=1)
     # Else the right key in another section, else a section with a typo.
@@ -282,3 +325,12 @@ def _advice(key: str) -> str:
     near = near or difflib.get_close_matches(key, sections, n=1)
 
     return f"did you mean {near[0]}?" if near else "`megadiff train --help-config` lists every key"
+
+
+def _nested(key: str) -> str:
+    """Write a dotted key as yaml has it: `run: {name: …}`."""
+    *sections, leaf = key.split(".")
+    text = f"{leaf}: …"
+    for section in reversed(sections):
+        text = f"{section}: {{{text}}}"
+    return text
