@@ -22,7 +22,7 @@ import torch
 
 from megadiff.cli import evaluate as evaluate_command
 from megadiff.cli.evaluate import Evaluated, connect_replicas, one_rank_mesh
-from megadiff.cli.evaluate_subject import Subject, checked_adapter, config_of
+from megadiff.cli.evaluate_subject import Subject, checked_adapter, config_of, named_rewards
 from megadiff.cli.train import train_rank
 from megadiff.config.load import load_config as load_arguments
 from megadiff.config.rewards import RewardConfig
@@ -123,7 +123,8 @@ def score(
 
     groups: of Replica.sample(), of one size. rewards: a config's `reward`, or types such as color
     and module:Class. NaN is the score of a sample that has none.
-    Raises ValueError for a prompt that a reward cannot score and for groups of several sizes,
+    Raises ValueError for a prompt that a reward cannot score, for groups of several sizes and for
+    two rewards of one name,
     RewardError where one fails.
     """
     sizes = sorted({len(group.sample_indices) for group in groups})
@@ -133,7 +134,7 @@ def score(
             "of each size by a call of its own"
         )
     if not isinstance(rewards, Mapping):
-        rewards = {name.rpartition(":")[2]: RewardConfig(type=name) for name in _listed(rewards)}
+        rewards = named_rewards(_listed(rewards), {})
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with closing(Scorer(rewards)) as scorer:

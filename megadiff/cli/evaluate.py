@@ -121,25 +121,25 @@ def evaluate_target(options: argparse.Namespace, config_arguments: list[str]) ->
     or a reward failed.
     """
     comparison = None
+    baseline = None
     subject, plan = resolve(options, config_arguments)
+    if options.baseline:
+        baseline = resolve_baseline(subject, options.baseline, config_arguments)
 
     with ExitStack() as stack:
         # Two would end each other's replicas; of a run's folder as well.
         advice = "end it or wait for it, or give this one --out ANOTHER"
         lock(subject.folder, stack, wait_s=0, advice=advice)
         check_earlier(subject.folder, force=options.force)  # the other one may have ended now
-        # An earlier one, of a --force, would be of another evaluation.
-        (subject.folder / COMPARISON_NAME).unlink(missing_ok=True)
         scorer = stack.enter_context(closing(Scorer(subject.config.reward)))
         scorer.validate([prompt for prompt, _ in plan])
         judges = _open_rewards(scorer, subject, stack)
 
-        if options.baseline:
+        if baseline:
             # First: what is compared with it comes last, and stays on the screen.
-            baseline = resolve_baseline(subject, options.baseline, config_arguments)
             before = _evaluate(baseline, subject.config, scorer, judges, plan)
         evaluation = _evaluate(subject, subject.config, scorer, judges, plan)
-        if options.baseline:
+        if baseline:
             comparison = Comparison(evaluation=evaluation, baseline=before)
             write_json(subject.folder / COMPARISON_NAME, comparison_to_json(comparison))
 
@@ -147,7 +147,7 @@ def evaluate_target(options: argparse.Namespace, config_arguments: list[str]) ->
             subject.folder,
             evaluation,
             comparison,
-            baseline_folder=baseline.folder if options.baseline else None,
+            baseline_folder=baseline.folder if baseline else None,
         )
     return Evaluated(evaluation=evaluation, comparison=comparison, folder=subject.folder)
 
@@ -207,6 +207,8 @@ def _evaluate(
         seconds,
     )
 
+    # Of a --force: the comparison is of the record that is replaced now.
+    (subject.folder / COMPARISON_NAME).unlink(missing_ok=True)
     write_evaluation(
         subject.folder,
         outcome.evaluation,

@@ -6,6 +6,7 @@ Everything that can be refused is refused here, with ValueError, before a replic
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -48,6 +49,7 @@ FIXED = [
     "parallel.tp=1",
     "engine.fp8=none",
     "rollout.mode=colocated",
+    "train.staleness=0",  # colocated replicas cannot draw ahead, and nothing trains here
     "sync.folder=''",  # a run may be writing there
     "track=[]",
     "eval.every=0",
@@ -194,17 +196,35 @@ def _with_options(config: Config, options: argparse.Namespace, *, prompts: str) 
     if options.num_samples is not None and num_samples < 1:
         raise ValueError(f"--num-samples={num_samples} < 1; leave it out for one sample a prompt")
 
-    rewards = {}
-    for kind in options.reward:
-        name = kind.rpartition(":")[2]  # of module:Class, the class
-        rewards[name] = config.reward.get(name) or RewardConfig(type=kind)
-
+    rewards = named_rewards(options.reward, config.reward)
     return replace(
         config,
         eval=replace(config.eval, prompts=prompts, num_samples=num_samples),
         data=replace(config.data, prompts=config.data.prompts or prompts),
         reward=rewards or config.reward,
     )
+
+
+def named_rewards(
+    kinds: Sequence[str], configured: Mapping[str, RewardConfig]
+) -> dict[str, RewardConfig]:
+    """Return name → reward of types, module:Class and names of configured ones.
+
+    Raises ValueError where two have one name: only one of them would score.
+    """
+    rewards: dict[str, RewardConfig] = {}
+    kind_of: dict[str, str] = {}
+    for kind in kinds:
+        name = kind.rpartition(":")[2]  # of module:Class, the class
+        if name in rewards:
+            raise ValueError(
+                f"rewards {kind_of[name]} and {kind} are both named {name}; give one of them, or "
+                "reward.<name>.type=TYPE in the config for each"
+            )
+        kind_of[name] = kind
+        rewards[name] = configured.get(name) or RewardConfig(type=kind)
+
+    return rewards
 
 
 def checked_adapter(config: Config) -> ModelAdapter:

@@ -256,3 +256,28 @@ def test_a_run_is_the_one_in_its_folder(tiny_model, tmp_path, prompts, monkeypat
     run = run_of(tiny_model, tmp_path / name, {"run": {"name": "trained"}}, monkeypatch)
     subject, _ = subject_of(run, prompts=prompts)
     assert run_folder(subject.config) == run
+
+
+def test_a_run_with_samples_drawn_ahead_can_be_evaluated(
+    tiny_model, tmp_path, prompts, monkeypatch
+):
+    apart = {"mode": "separate", "registry": str(tmp_path), "height": 64, "width": 64}
+    config = {"rollout": apart, "train": {"num_steps": 1, "prompts_per_step": 1, "staleness": 1}}
+    run = run_of(tiny_model, tmp_path / "ahead", config, monkeypatch)
+    subject, _ = subject_of(run, prompts=prompts)
+    assert (subject.config.rollout.mode, subject.config.train.staleness) == ("colocated", 0)
+
+
+def test_a_wrong_baseline_costs_nothing(capsys, tiny_model, tmp_path, prompts, monkeypatch):
+    """Neither an earlier comparison, nor the minutes in which judges load."""
+    monkeypatch.setattr(command, "_open_rewards", lambda *_: pytest.fail("judges were loaded"))
+    comparison = tmp_path / "comparison.json"
+    comparison.write_text("{}")
+    asked = [tiny_model, "--prompts", prompts, "--reward", "color", *SIZE, "--out", tmp_path]
+    text = refusal(capsys, *asked, "--force", "--baseline", tmp_path / "typo")
+    assert "typo does not exist" in text and comparison.read_text() == "{}"
+
+
+def test_two_rewards_of_one_name_are_refused(capsys, tiny_model, prompts):
+    asked = [tiny_model, "--prompts", prompts, "--reward", "a:Score", "--reward", "b:Score", *SIZE]
+    assert "rewards a:Score and b:Score are both named Score" in refusal(capsys, *asked)
