@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file aside and rename it, so that a reader never sees half of it."""
-    aside = path.with_name(f".{path.name}")
+    """Write a file aside and rename it, so that a reader never sees half of it.
+
+    A link is followed. Where a device or a pipe stands, such as /dev/null, it is written to.
+    """
+    # A rename would take its place, for every other process too.
+    if path.exists() and not path.is_file():
+        path.write_text(text, "utf-8")
+        return
+
+    target = Path(os.path.realpath(path))
+    # A name of its own: of two writers each publishes a whole file.
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         aside.write_text(text, "utf-8")
-        os.replace(aside, path)
-    except OSError:
+        os.replace(aside, target)
+    except BaseException:  # of Ctrl-C as well
         aside.unlink(missing_ok=True)
         raise
 
