@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -27,6 +27,10 @@ RECORD_NAME = "evaluation.json"
 IMAGES = "images"
 # Half the width, in standard deviations, of the middle 95 % of a normal distribution.
 Z_95 = 1.959964
+# The same of Student's t with 1, 2, 3 and 4 degrees of freedom (Abramowitz & Stegun, table 26.10).
+T_95 = (12.706, 4.303, 3.182, 2.776)
+# Five that change alike are 1 of 16 by chance; six are 1 of 32, below 5 % (sign test, two-sided).
+MIN_CHANGED = 6
 Identity = tuple[str, int]  # prompt id, sample index
 
 
@@ -131,10 +135,10 @@ def estimate(values: Sequence[float]) -> MeanEstimate:
     """Return mean and 95 % interval, samples taken as independent.
 
     The interval is Wilson's for values that are all 0 or 1 (E. B. Wilson, JASA 22, 1927: right
-    also near 0 and 1), else the normal one of the mean, which needs two values.
+    also near 0 and 1), else Student's of the mean, which needs two values.
     """
     if not values or not all(value in (0, 1) for value in values):
-        return _normal_estimate(values)
+        return _mean_estimate(values)
     n = len(values)
     mean = fmean(values)
     scale = 1 + Z_95**2 / n
@@ -144,14 +148,32 @@ def estimate(values: Sequence[float]) -> MeanEstimate:
     return MeanEstimate(mean=mean, low=max(0.0, centre - half), high=min(1.0, centre + half), n=n)
 
 
-def _normal_estimate(values: Sequence[float]) -> MeanEstimate:
+def t_95(num_degrees: int) -> float:
+    """Return half the width of the middle 95 % of Student's t, at most 0.0003 off.
+
+    Beyond the table by the expansion of Abramowitz & Stegun, 26.7.5.
+    """
+    if num_degrees <= len(T_95):
+        return T_95[num_degrees - 1]
+    z = Z_95
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / num_degrees**power for power, term in enumerate(terms, start=1))
+
+
+def _mean_estimate(values: Sequence[float]) -> MeanEstimate:
     n = len(values)
     if not n:
         return MeanEstimate(mean=math.nan, low=None, high=None, n=0)
     mean = fmean(values)
     if n < 2:
         return MeanEstimate(mean=mean, low=None, high=None, n=n)
-    half = Z_95 * stdev(values) / math.sqrt(n)
+    # Not Z_95: the spread is estimated from the same few values.
+    half = t_95(n - 1) * stdev(values) / math.sqrt(n)
     return MeanEstimate(mean=mean, low=mean - half, high=mean + half, n=n)
 
 
@@ -164,9 +186,16 @@ class Difference(MeanEstimate):
     tied: float
 
     @property
+    def num_changed(self) -> int:
+        """Return how many pairs differ."""
+        return round((self.won + self.lost) * self.n)
+
+    @property
     def is_clear(self) -> bool:
-        """Return True where the interval leaves out 0."""
-        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+        """Return True where the interval leaves out 0, and at least MIN_CHANGED pairs differ."""
+        if self.low is None or self.high is None or self.num_changed < MIN_CHANGED:
+            return False
+        return not self.low <= 0 <= self.high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +243,15 @@ class Comparison:
             if ours is not None and theirs is not None:
                 gains.append(ours - theirs)
 
+        found = _mean_estimate(gains)
+        is_share = self.evaluation.is_share(reward) and self.baseline.is_share(reward)
+        if is_share and found.low is not None and found.high is not None:
+            # No share changes by more than 1; the interval of few pairs would.
+            found = replace(found, low=max(-1.0, found.low), high=min(1.0, found.high))
+
         num_pairs = max(len(gains), 1)
         return Difference(
-            **vars(_normal_estimate(gains)),
+            **vars(found),
             won=sum(gain > 0 for gain in gains) / num_pairs,
             lost=sum(gain < 0 for gain in gains) / num_pairs,
             tied=sum(gain == 0 for gain in gains) / num_pairs,

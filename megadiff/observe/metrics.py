@@ -135,8 +135,8 @@ def step_seconds(row: Row) -> float | None:
 class Verdict:
     """A metric at both ends of a run: its mean over the first and the last `window` steps.
 
-    noise: sample standard deviation over the first window, None for fewer than two steps. For a
-    loss over the last window, as in the first it falls fastest.
+    noise: sample standard deviation over the first window, None for fewer than VERDICT_STEPS. For
+    a loss over the last window, as in the first it falls fastest.
     """
 
     key: str
@@ -165,7 +165,9 @@ def verdict(rows: Rows, *, key: str = "reward/mean") -> Verdict | None:
     first = values[:window]
     last = values[-window:]
     noise = None
-    if window > 1:
+    # Of fewer steps a standard deviation says too little: of two, pure noise is beyond three of
+    # them in every fifth run.
+    if window == VERDICT_STEPS:
         noises = [stdev(first), stdev(last)]
         # without any, as of a reward that is 0 at first, the other end has some
         noise = noises[key == LOSS] or max(noises)

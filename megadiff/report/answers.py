@@ -6,9 +6,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadiff.observe.evaluation import Comparison
+from megadiff.observe.evaluation import MIN_CHANGED, Comparison
 from megadiff.observe.hacking import MIN_STEPS, signs
-from megadiff.observe.metrics import LOSS, Verdict, column, pretty_number, verdict
+from megadiff.observe.metrics import (
+    LOSS,
+    VERDICT_STEPS,
+    Verdict,
+    column,
+    pretty_number,
+    verdict,
+)
+from megadiff.process.words import counted
 from megadiff.report.evaluation_page import leading_reward
 from megadiff.report.evaluation_table import RewardFormat
 from megadiff.report.health import sign_sentences, unsound_sentences, untrusted_sentences
@@ -71,6 +79,9 @@ def _change_in_training(ends: Verdict) -> tuple[str, str]:
     what = "loss" if ends.key == LOSS else "reward"
     change = f"the {what} in training went from {pretty_number(ends.first)} to "
     change += pretty_number(ends.last)
+    if ends.window < VERDICT_STEPS:
+        num_steps = 2 * VERDICT_STEPS
+        return UNSURE, f"Too early to say: {change}; it takes {num_steps} steps to tell."
     if not ends.is_clear:
         return UNSURE, f"Not that it shows: {change}, within the noise."
     is_better = (ends.gain > 0) != (ends.key == LOSS)
@@ -80,8 +91,12 @@ def _change_in_training(ends: Verdict) -> tuple[str, str]:
 def _heldout_change(heldout: Comparison, reward: str) -> tuple[str, str]:
     """Return the mark and the sentence for what training did to held-out samples."""
     gain = heldout.difference(reward)
-    num_samples = len(heldout.evaluation.samples)
-    sentence = f"{_amount(heldout, reward)}, on {num_samples} held-out samples from the same noise."
+    # Those that have the reward, which a prompt may not ask for.
+    samples = counted(gain.n, "held-out sample")
+    sentence = f"{_amount(heldout, reward)}, on {samples} from the same noise."
+    if gain.num_changed < MIN_CHANGED:
+        few = f"{gain.num_changed} of them changed, and it takes {MIN_CHANGED} to tell."
+        return UNSURE, f"Not that it shows: {sentence.removesuffix('.')}; {few}"
     if not gain.is_clear:
         return UNSURE, f"Not that it shows: {sentence}"
     return (GOOD, f"Yes: {sentence}") if gain.mean > 0 else (BAD, f"No: {sentence}")

@@ -17,6 +17,7 @@ from megadiff.observe.evaluation import Comparison
 from megadiff.observe.metrics import (
     LOSS,
     STAGES,
+    VERDICT_STEPS,
     Row,
     Rows,
     Verdict,
@@ -99,7 +100,15 @@ def headline(run: RunRecord, ends: Verdict | None) -> str:
         return f"One step so far, at a {name} of {first}."
 
     last = pretty_number(ends.last)
-    return change_sentence(name.capitalize(), first, last, gain=ends.gain, is_clear=ends.is_clear)
+    unclear = "within the noise" if ends.window == VERDICT_STEPS else "too early to say"
+    return change_sentence(
+        name.capitalize(),
+        first,
+        last,
+        gain=ends.gain,
+        is_clear=ends.is_clear,
+        unclear=unclear,
+    )
 
 
 def held_out_headline(

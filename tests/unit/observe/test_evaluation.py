@@ -9,12 +9,14 @@ from synthetic_evaluation import TASKS, evaluation, with_rewards, write
 
 from megadiff.observe.evaluation import (
     Comparison,
+    Difference,
     comparison_to_json,
     estimate,
     evaluation_folder,
     evaluation_folders,
     image_name,
     read_evaluation,
+    t_95,
     to_json,
     write_evaluation,
     write_json,
@@ -41,11 +43,48 @@ def test_a_share_has_wilsons_interval(hits, n, low, high):
     assert (found.low, found.high) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
 
 
-def test_other_values_have_the_normal_interval_of_their_mean():
+def test_other_values_have_students_interval_of_their_mean():
     found = estimate([0.2, 0.4, 0.6, 0.8])
-    half = 1.959964 * math.sqrt(0.2 / 3) / 2
+    half = 3.182 * math.sqrt(0.2 / 3) / 2
     assert (found.mean, found.low, found.high) == pytest.approx((0.5, 0.5 - half, 0.5 + half))
     assert (estimate([0.3]).low, estimate([0.3]).high) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("num_degrees", "quantile"),  # R: qt(0.975, num_degrees)
+    [(1, 12.7062), (4, 2.7764), (5, 2.5706), (7, 2.3646), (19, 2.0930), (139, 1.9772)],
+)
+def test_students_quantile(num_degrees: int, quantile: float):
+    assert t_95(num_degrees) == pytest.approx(quantile, abs=1e-3)
+
+
+def changed_by(gains: list[float]) -> Difference:
+    """Return the difference where the first pairs changed so, from 0, and the others did not."""
+    before = evaluation(0.0)
+    after = before
+    for index, gain in enumerate(gains):
+        after = with_rewards(after, index=index, rewards={"shapes_strict": gain, "shapes": 0.5})
+    samples = slice(len(gains))
+    return Comparison(
+        evaluation=replace(after, samples=after.samples[samples]),
+        baseline=replace(before, samples=before.samples[samples]),
+    ).difference("shapes_strict")
+
+
+def test_few_pairs_are_not_clear():
+    """Five that change alike are 1 of 16 by chance."""
+    for num_pairs, is_clear in ((2, False), (5, False), (6, True)):
+        assert changed_by([0.5 + index / 100 for index in range(num_pairs)]).is_clear == is_clear
+    # However many stayed: they are no evidence either way.
+    assert not changed_by([1.0] * 5 + [0.0] * 20).is_clear
+    assert changed_by([1.0] * 12 + [0.0] * 8).is_clear
+
+
+def test_no_share_changes_by_more_than_one():
+    found = changed_by([1.0, 1.0, 0.0])
+    assert (found.high, found.mean) == (1.0, pytest.approx(2 / 3)) and found.low > -1
+    # Beyond 0 and 1 there is no share, and nothing is cut.
+    assert changed_by([3.0, 2.0, 0.5]).high > 1
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])

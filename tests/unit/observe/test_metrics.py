@@ -64,6 +64,13 @@ def test_a_gain_within_the_noise_is_not_clear():
     assert not verdict(rows).is_clear
 
 
+def test_nothing_is_clear_before_ten_steps():
+    """Two steps are alike by chance far too often to say how noisy a step is."""
+    rows = [{"step": step, "reward/mean": step + 0.1 * (step % 2)} for step in range(1, 11)]
+    assert [verdict(rows[:length]).is_clear for length in (4, 8, 9, 10)] == [False] * 3 + [True]
+    assert verdict(rows[:9]).noise is None
+
+
 def test_a_step_without_its_total_lasts_as_long_as_its_stages():
     assert step_seconds({"step": 1, "time/rollout_s": 1.0, "time/train_s": 2.0}) == 3.0
     assert step_seconds({"step": 1, "time/rollout_s": 1.0, "time/step_s": 4.0}) == 4.0

@@ -99,7 +99,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     [
         (0, "No step is finished yet."),
         (1, "One step so far, at a reward of 0.4."),
-        (2, "within the noise"),
+        (2, "too early to say"),
     ],
 )
 def test_a_run_that_has_just_begun_has_a_page(tmp_path, steps, words):

@@ -66,7 +66,7 @@ def test_diversity_has_a_section_next_to_reward(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "steps, words", [(0, "No step is finished yet."), (5, "Reward rose from 0.")]
+    "steps, words", [(0, "No step is finished yet."), (5, "Reward went from 0.")]
 )
 def test_one_evaluation_is_shown_alone(tmp_path, steps, words):
     folder = write_run(tmp_path / "run", steps=steps, evaluated=True)

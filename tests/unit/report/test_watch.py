@@ -42,7 +42,7 @@ def test_a_frame_tells_all_and_keeps_to_its_width(tmp_path, width):
     for words in ("step 30 of 60", "ETA", "Reward", "47.0 % → 62.0 %", "samples/s", "rollout"):
         assert words in text
     assert "step 7     replica died · replica_3 · no memory" in text
-    assert "+8.0 to +22.0)" in text  # numbers are whole, names may be cut
+    assert "+7.9 to +22.1)" in text  # numbers are whole, names may be cut
     assert all(prompt[:12] in text for prompt in PROMPTS)
     assert "Alarms  none" in text
 

@@ -1,0 +1,68 @@
+"""The answers say how many samples a held-out change stands on, and do not say too much."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megadiff.observe.evaluation import (
+    EvaluatedSample,
+    Evaluation,
+    evaluation_folder,
+    write_evaluation,
+)
+from megadiff.observe.metrics import verdict
+from megadiff.report.answers import answers
+from megadiff.report.run_record import read_run
+
+
+def sample(index: int, value: float | None) -> EvaluatedSample:
+    return EvaluatedSample(
+        prompt_id=str(index), sample_index=0, caption="a cat", task="", rewards={"color": value}
+    )
+
+
+def write_run(folder: Path, *, num_right: int, num_steps: int = 20) -> Path:
+    """Write a run with two evaluations: of 40 samples eight have the reward, some get it right."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text("run: {name: x}\nreward: {color: {type: color}}\n")
+    lines = [f'{{"step": {step}, "reward/mean": {step}}}\n' for step in range(1, num_steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    for step in (0, num_steps) if num_right else ():
+        num_now = num_right if step else 0
+        values = [float(index < num_now) if index < 8 else None for index in range(40)]
+        evaluation = Evaluation(
+            model="m",
+            step=step,
+            seed=0,
+            num_inference_steps=10,
+            true_cfg_scale=1.0,
+            height=64,
+            width=64,
+            samples=[sample(index, value) for index, value in enumerate(values)],
+            diversity={},
+        )
+        write_evaluation(evaluation_folder(folder, step), evaluation, {})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("num_right", "words"),
+    [
+        (7, "Yes: +87.5 points of color, 95 % interval +57.9 to +100.0, on 8 held-out samples"),
+        (5, "Not that it shows: .* on 8 held-out samples .*; 5 of them changed, and it takes 6"),
+    ],
+)
+def test_a_change_counts_the_samples_that_have_the_reward(
+    tmp_path: Path, num_right: int, words: str
+) -> None:
+    run = read_run(write_run(tmp_path / "run", num_right=num_right))
+    (work, *_) = answers(run, verdict(run.rows))
+    assert re.match(words.replace("+", r"\+"), work.sentences[0])
+
+
+def test_a_short_run_shows_nothing_yet(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", num_right=0, num_steps=8))
+    (work, *_) = answers(run, verdict(run.rows))
+    assert work.mark == "unsure" and work.sentences[0].startswith("Too early to say: the reward")
+    assert "it takes 10 steps to tell" in work.sentences[0]
