@@ -229,7 +229,7 @@ def common_reward(runs: Sequence[ComparedRun]) -> str | None:
     """Return the leading reward of the first run that has an evaluation; None without one."""
     for run in runs:
         if run.evaluation is not None:
-            return leading_reward(run.evaluation)
+            return leading_reward(run.evaluation, run.record.untrained)
 
     return None
 
@@ -351,7 +351,7 @@ def headline(runs: Sequence[ComparedRun], pairing: Pairing) -> str:
 
     if leading is not None and len(scores) > 1:
         sentence = _ahead(f"Held-out {leading}", scores, _format(runs, leading).value)
-        return f"{sentence} {_clearness(pairing, leading)}".strip()
+        return f"{sentence} {_clearness(pairing, leading, num_runs=len(runs))}".strip()
 
     ends = {run.name: verdict(run.rows) for run in runs}
     rewards = {name: end.last for name, end in ends.items() if end is not None}
@@ -364,6 +364,10 @@ def headline(runs: Sequence[ComparedRun], pairing: Pairing) -> str:
 def _ahead(subject: str, scores: Mapping[str, float], write: Callable[[float], str]) -> str:
     best = max(scores, key=lambda name: scores[name])
     least = min(scores, key=lambda name: scores[name])
+    if write(scores[best]) == write(scores[least]):
+        everyone = "both" if len(scores) == 2 else f"all {len(scores)}"
+        return f"{subject} ends at {write(scores[best])} in {everyone}."
+
     words = f"{subject} ends at {write(scores[best])} in {best}"
     if len(scores) == 2:
         return f"{words}, at {write(scores[least])} in {least}."
@@ -371,13 +375,17 @@ def _ahead(subject: str, scores: Mapping[str, float], write: Callable[[float], s
     return f"{words}, the highest of {len(scores)}; the lowest is {write(scores[least])}."
 
 
-def _clearness(pairing: Pairing, reward: str) -> str:
+def _clearness(pairing: Pairing, reward: str, *, num_runs: int) -> str:
     """Say how many paired differences are more than noise; "" without a pair."""
     num_pairs = len(pairing.pairs)
     num_clear = sum(pair.is_clear(reward) for pair in pairing.pairs)
     if not num_pairs:
         return ""
     if num_pairs == 1:
-        return "The difference is clear." if num_clear else "The difference is within the noise."
+        pair = pairing.pairs[0]
+        # With more runs the one that is ahead may be in no pair.
+        between = f" between {pair.against} and {pair.name}" if num_runs > 2 else ""
+        verb = "clear" if num_clear else "within the noise"
+        return f"The difference{between} is {verb}."
 
     return f"{num_clear} of {num_pairs} paired differences are clear."

@@ -157,14 +157,19 @@ def task_chart(evaluations: Evaluations, reward: str, names: Sequence[str]) -> D
 
 
 def wall(
-    evaluations: Evaluations, names: Sequence[str], *, title: str = "", lead: str = ""
+    evaluations: Evaluations,
+    names: Sequence[str],
+    *,
+    title: str = "",
+    lead: str = "",
+    untrained: Collection[str] = (),
 ) -> Drawing | None:
     """Return the pictured samples by task, each as every evaluation drew it; None without an image.
 
-    evaluations drew the same samples; names: how to call them.
+    evaluations drew the same samples; names: how to call them. untrained: rewards of weight 0.
     """
     last = evaluations[-1][1]
-    reward = leading_reward(last)
+    reward = leading_reward(last, untrained)
     is_share = reward_format([record for _, record in evaluations], reward).is_share
 
     # Tasks in the order of the prompt file; samples without one come first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megadiff.observe.evaluation import (
@@ -25,17 +25,20 @@ from megadiff.report.pictures import (
 MIN_COLUMNS = 3  # two evaluations are what the wall shows
 
 
-def evaluation_strips(run_folder: Path) -> list[Drawing]:
+def evaluation_strips(run_folder: Path, untrained: Collection[str] = ()) -> list[Drawing]:
     """Return a strip per prompt: its caption, and a look or None per evaluation.
 
-    Tasks take turns. [] for fewer than three evaluations, or without pictures of their samples.
+    Tasks take turns. untrained: rewards of weight 0, which are not shown.
+    [] for fewer than three evaluations, or without pictures of their samples.
     """
     columns = _columns(run_folder)
     if len(columns) < MIN_COLUMNS:
         return []
     _, last = columns[-1]
     samples = _by_turns(last)
-    looks = {sample.identity: _looks(sample, columns) for sample in samples}
+    # One for all looks: a reward that is 0 or 1 at first may be a share of the first alone.
+    reward = leading_reward(last, untrained)
+    looks = {sample.identity: _looks(sample, columns, reward) for sample in samples}
     pictures = load_pictures([look["path"] for row in looks.values() for look in row if look])
 
     strips = []
@@ -80,7 +83,7 @@ def _by_turns(evaluation: Evaluation) -> Sequence[EvaluatedSample]:
 
 
 def _looks(
-    sample: EvaluatedSample, columns: Sequence[tuple[Path, Evaluation]]
+    sample: EvaluatedSample, columns: Sequence[tuple[Path, Evaluation]], reward: str
 ) -> list[Drawing | None]:
     """Return how each evaluation drew a sample, None where it has no picture of it."""
     looks: list[Drawing | None] = []
@@ -96,7 +99,7 @@ def _looks(
             "alt": f"{drawn.caption}, {step}",
             "title": f"{step}: {rewards_text(drawn.rewards) or 'no rewards'}",
             "label": evaluation.step,
-            "reward": drawn.rewards.get(leading_reward(evaluation)),
+            "reward": drawn.rewards.get(reward),
         }
         looks.append(look)
 

@@ -221,7 +221,7 @@ def _heldout_parts(run: RunRecord) -> dict[str, Any]:
     last = evaluations[-1][1]
     steps = [f"step {evaluation.step}" for _, evaluation in evaluations]
 
-    leading = leading_reward(last)
+    leading = leading_reward(last, run.untrained)
     # sorted() is stable: after the leading one the others keep their order.
     rewards = sorted(last.reward_names, key=lambda name: name != leading)[:MAX_HELDOUT_REWARDS]
 
@@ -236,13 +236,14 @@ def _heldout_parts(run: RunRecord) -> dict[str, Any]:
             steps,
             title=f"The same noise at {' and '.join(steps)}",
             lead=f"{order}Not chosen by hand: the first samples of every task.",
+            untrained=run.untrained,
         ),
     }
 
 
 def _over_time_parts(run: RunRecord) -> dict[str, Any]:
     """Return held-out samples over all evaluations; with fewer than three, those of training."""
-    held_out = evaluation_strips(run.folder)
+    held_out = evaluation_strips(run.folder, run.untrained)
     if held_out:
         lead = "One row a held-out prompt, from the same noise at each evaluation, with its reward."
         return {"lead": lead, "strips": held_out}

@@ -54,13 +54,19 @@ class RunRecord:
 
     @property
     def untrained(self) -> set[str]:
-        """Return the rewards of weight 0, which are logged and evaluated only."""
-        rewards = {name: args for name, args in self.config.get("reward", {}).items() if args}
-        return {name for name in rewards if config_number(rewards, name, "weight") == 0}
+        return untrained_rewards(self.config)
 
     @property
     def is_finished(self) -> bool:
         return self.num_steps is not None and self.last_step >= self.num_steps
+
+
+def untrained_rewards(config: Mapping[str, Any]) -> set[str]:
+    """Return the rewards of weight 0, which are logged and evaluated only."""
+    rewards = config.get("reward") or {}
+    # What somebody edited may be no section.
+    sections = {name: args for name, args in rewards.items() if isinstance(args, Mapping)}
+    return {name for name in sections if config_number(sections, name, "weight") == 0}
 
 
 def read_run(folder: Path) -> RunRecord:

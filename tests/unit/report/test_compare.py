@@ -88,7 +88,20 @@ def test_other_noise_is_never_paired_but_finds_its_own(tmp_path):
     assert [(pair.name, pair.against) for pair in pairing.pairs] == [("c", "b")]
     # b is in a pair; d drew what nobody else did, and a was first
     assert [note.partition(":")[0] for note in pairing.notes] == ["d against a"]
-    assert headline(runs, pairing).endswith("The difference is clear.")
+    # d is ahead of none of them: it is in no pair
+    assert headline(runs, pairing).endswith("The difference between b and c is clear.")
+    two = runs[1:3]
+    assert headline(two, pair_up(two)).endswith("The difference is clear.")
+
+
+def test_a_tie_is_told_as_one(tmp_path):
+    for name in "ab":
+        folder = write_run(tmp_path / name, steps=1)
+        found, _ = evaluation_of(60, num_steps=60, size=8)
+        plain = [replace(sample, file=None) for sample in found.samples]
+        write_evaluation(evaluation_folder(folder, 1), replace(found, samples=plain), {})
+    runs = read_runs([tmp_path / name for name in "ab"])
+    assert "ends at 76.0 % in both. The difference is within" in headline(runs, pair_up(runs))
 
 
 def test_names_are_as_long_as_they_must_be():

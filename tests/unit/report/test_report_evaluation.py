@@ -1,15 +1,28 @@
+import io
+import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import yaml
+from rich.console import Console
 from synthetic_run import PROMPTS, TASKS, eval_metrics_of, evaluation_of, section_of, write_run
 
-from megadiff.observe.evaluation import Comparison, evaluation_folder, write_evaluation
+from megadiff.observe.evaluation import (
+    Comparison,
+    evaluation_folder,
+    evaluation_folders,
+    read_evaluation,
+    write_evaluation,
+)
 from megadiff.observe.heldout import compare_ends, read_evaluations
 from megadiff.observe.trackers import build_trackers
+from megadiff.report.compare import common_reward, read_runs
 from megadiff.report.evaluation_page import leading_reward
+from megadiff.report.evaluation_strips import evaluation_strips
 from megadiff.report.report import held_out_headline, write_report
+from megadiff.report.run_follower import RunFollower
+from megadiff.report.watch_frame import frame
 
 
 def page_of(folder) -> str:
@@ -212,3 +225,42 @@ def test_a_held_out_change_is_the_answer(tmp_path, steps, mark):
     assert "Most is left to learn in “" in page
     is_good = mark == "is-good" and '<div class="answer is-bad">' not in page
     assert ("Take the model: megadiff convert" in page) == is_good
+
+
+def test_a_reward_of_weight_0_leads_nowhere(tmp_path):
+    """A reader follows one reward through the headline, the bars, the pictures and the terminal."""
+    folder = write_run(tmp_path / "run", steps=60, evaluated=True, size=8)
+    config = folder / "config.yaml"
+    weight = "  shapes_strict: {type: x, weight: 0.0}\n"
+    config.write_text(config.read_text().replace("reward:\n", f"reward:\n{weight}"))
+
+    page = page_of(folder)
+    held_out = section_of(page, "Held-out evaluation")
+    assert "<h1>Held-out color rose" in page
+    assert held_out.index("eval/color") < held_out.index("eval/shapes_strict")
+    assert not re.search(r"</span> (right|wrong)</b>", held_out)  # of shapes_strict alone
+
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(frame(RunFollower(folder).look(), 100))
+    assert shown.getvalue().index("eval/color") < shown.getvalue().index("eval/shapes_strict")
+    assert common_reward(read_runs([folder, write_run(tmp_path / "b", steps=1)])) == "color"
+
+    first, *_ = evaluation_strips(folder, {"shapes_strict"})
+    values = {look["reward"] for look in first["looks"]}
+    assert values <= {0.4, 0.8} and values
+
+
+def test_a_strip_shows_one_reward_in_every_look(tmp_path):
+    """One that is 0 for all samples at first looks like a share there, and is none."""
+    folder = write_run(tmp_path / "run", steps=60, evaluated=True, size=8)
+    for step, at in evaluation_folders(folder):
+        found = read_evaluation(at)
+        samples = []
+        for number, sample in enumerate(found.samples):
+            legible = 0.0 if step == 0 else 0.3 + number / 1000
+            samples.append(replace(sample, rewards={"style": 0.6, "ocr": legible}))
+        record = json.loads((at / "evaluation.json").read_text("utf-8"))
+        record["samples"] = [asdict(sample) for sample in samples]
+        (at / "evaluation.json").write_text(json.dumps(record))
+    for strip in evaluation_strips(folder):
+        assert {look["reward"] for look in strip["looks"]} == {0.6}
