@@ -32,8 +32,9 @@ class TensorBoardTracker(Tracker):
     def __init__(self, run_folder: Path, *, config: Mapping[str, Any], resume_step: int) -> None:
         module = import_for("tensorboard", "torch.utils.tensorboard")
         self._protos = import_for("tensorboard", "tensorboard.compat.proto.summary_pb2")
-        # TensorBoard hides what an earlier attempt wrote from this step on.
-        purge_step = resume_step + 1 if resume_step else None
+        # TensorBoard hides what an earlier attempt wrote from this step on: a run that starts over
+        # logs step 0 anew.
+        purge_step = resume_step + 1 if resume_step else 0
         self._writer = module.SummaryWriter(
             log_dir=str(run_folder / "tensorboard"), purge_step=purge_step, flush_secs=FLUSH_S
         )

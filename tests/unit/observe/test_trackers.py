@@ -108,6 +108,18 @@ def test_tensorboard_holds_scalars_and_a_grid_and_forgets_what_resume_repeats(tm
     assert [event.step for event in rewards] == [1, 2, 3] and rewards[-1].value == 0.5
 
 
+def test_tensorboard_forgets_an_attempt_that_starts_over(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for num_steps, reward in ((5, 1.0), (2, 0.5)):
+        with build_trackers(["tensorboard"], tmp_path, {}) as trackers:
+            for step in range(num_steps):
+                trackers.log(step, {"reward/mean": reward})
+    rewards = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/mean")
+    assert [(event.step, event.value) for event in rewards] == [(0, 0.5), (1, 0.5)]
+
+
 def test_tensorboard_shows_the_samples(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
