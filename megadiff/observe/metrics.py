@@ -131,6 +131,16 @@ def step_seconds(row: Row) -> float | None:
     return sum(stages) if stages else None
 
 
+def run_seconds(rows: Rows) -> float | None:
+    """Return the seconds of all steps and evaluations; None where no step was timed.
+
+    Not in it are the engine's start, the gate, saved samples and checkpoints, and repeated steps.
+    """
+    steps = finite(step_seconds(row) for row in rows)
+    # An evaluation runs between two steps, so no step's seconds have it.
+    return sum(steps) + sum(column(rows, "time/evaluate_s")) if steps else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """A metric at both ends of a run: its mean over the first and the last `window` steps.

@@ -21,6 +21,7 @@ from megadiff.observe.metrics import (
     median,
     metric_keys,
     pretty_number,
+    run_seconds,
     step_of,
     step_seconds,
     verdict,
@@ -200,7 +201,8 @@ def summary_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
 
         seconds = finite(step_seconds(row) for row in run.rows)
         speed = median(column(run.rows, SPEED))
-        total = format_seconds(sum(seconds)) if seconds else MISSING
+        whole_s = run_seconds(run.rows)
+        total = MISSING if whole_s is None else format_seconds(whole_s)
         table.append([*cells, pretty_number(speed), pretty_number(median(seconds)), total])
 
     return table

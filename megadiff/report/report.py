@@ -22,11 +22,11 @@ from megadiff.observe.metrics import (
     Rows,
     Verdict,
     column,
-    finite,
     format_seconds,
     median,
     metric_keys,
     pretty_number,
+    run_seconds,
     stage_key,
     step_of,
     step_seconds,
@@ -154,11 +154,14 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
             tiles.append(("Reward now", pretty_number(ends.last), best))
 
     tiles.append(("Steps", str(run.last_step), f"of {run.num_steps}" if run.num_steps else ""))
-    seconds = finite(step_seconds(row) for row in rows)
-    typical_s = median(seconds)
-    if typical_s is not None:
-        a_step = f"{format_seconds(typical_s)} a step"
-        tiles.append(("Wall time", format_seconds(sum(seconds)), a_step))
+    typical_s = median(step_seconds(row) for row in rows)
+    whole_s = run_seconds(rows)
+    if typical_s is not None and whole_s is not None:
+        detail = f"{format_seconds(typical_s)} a step"
+        evaluations = column(rows, "time/evaluate_s")
+        if evaluations:
+            detail += f", {format_seconds(sum(evaluations))} of evaluations"
+        tiles.append(("Wall time", format_seconds(whole_s), detail))
 
     rate = median(column(rows, "perf/samples_per_s"))
     if rate is not None:

@@ -10,6 +10,7 @@ from megadiff.observe.metrics import (
     median,
     merge,
     read_rows,
+    run_seconds,
     step_seconds,
     verdict,
 )
@@ -107,3 +108,13 @@ def test_seconds_are_said_as_people_do(seconds, text):
 
 def test_numbers_are_ascii_so_that_any_terminal_takes_them():
     assert json.dumps(format_number(-1e-9)) == '"-1e-9"'
+
+
+def test_a_run_lasts_as_long_as_its_steps_and_evaluations():
+    rows = [
+        {"step": 0, "time/evaluate_s": 100.0},
+        {"step": 1, "time/step_s": 10.0},
+        {"step": 2, "time/step_s": 10.0, "time/evaluate_s": 100.0},
+    ]
+    assert run_seconds(rows) == 220.0
+    assert run_seconds(rows[:1]) is None and run_seconds([]) is None

@@ -17,7 +17,7 @@ from megadiff.observe.evaluation import (
 )
 from megadiff.observe.heldout import compare_ends, read_evaluations
 from megadiff.observe.trackers import build_trackers
-from megadiff.report.compare import common_reward, read_runs
+from megadiff.report.compare import common_reward, read_runs, summary_rows
 from megadiff.report.evaluation_page import leading_reward
 from megadiff.report.evaluation_strips import evaluation_strips
 from megadiff.report.report import held_out_headline, write_report
@@ -264,3 +264,15 @@ def test_a_strip_shows_one_reward_in_every_look(tmp_path):
         (at / "evaluation.json").write_text(json.dumps(record))
     for strip in evaluation_strips(folder):
         assert {look["reward"] for look in strip["looks"]} == {0.6}
+
+
+def test_the_wall_time_has_the_evaluations(tmp_path):
+    folder = write_run(tmp_path / "run", steps=1)
+    rows = [{"step": 0, "time/evaluate_s": 100.0}]
+    rows += [{"step": step, "reward/mean": 0.5, "time/step_s": 10.0} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = "<strong>2 min 00 s</strong><em>10.0 s a step, 1 min 40 s of evaluations</em>"
+    assert f"<span>Wall time</span>{text}" in page_of(folder)
+
+    head, row, _ = summary_rows(read_runs([folder, write_run(tmp_path / "b", steps=1)]))
+    assert row[head.index("in all")] == "2 min 00 s"
