@@ -185,8 +185,8 @@ def test_curves_of_blocks():
     assert blocks.bar(0.5, 4) == "██" and blocks.bar(2.0, 3) == "███"
 
 
-@pytest.mark.parametrize("end", [b"q", signal.SIGINT])
-def test_a_live_view_ends_with_q_or_ctrl_c_and_gives_the_terminal_back(tmp_path, end):
+@pytest.mark.parametrize("end", [b"q", signal.SIGINT, signal.SIGTERM])
+def test_a_live_view_ends_with_q_or_a_signal_and_gives_the_terminal_back(tmp_path, end):
     import termios
 
     folder = write_run(tmp_path / "run", steps=3)
@@ -209,7 +209,8 @@ def test_a_live_view_ends_with_q_or_ctrl_c_and_gives_the_terminal_back(tmp_path,
         process.send_signal(end)
     shown += wait_for(keyboard, b"\x1b[?1049l")  # back from the alternate screen
     _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (0, b"")
+    code = 143 if end == signal.SIGTERM else 0
+    assert (process.returncode, errors) == (code, b"")
     assert b"\x1b[?1049h" in shown and termios.tcgetattr(terminal) == before
 
 
