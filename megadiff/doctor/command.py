@@ -23,6 +23,7 @@ from megadiff.doctor import folders, gpus, machine, nodes, versions
 from megadiff.doctor.finding import Finding, error, ok, refusal, to_lines
 from megadiff.doctor.gpu_facts import GpuFacts
 from megadiff.doctor.probes import within
+from megadiff.observe.step_folders import step_folders
 from megadiff.process.words import counted
 
 QUICK_S = 15.0  # a folder of a file server, which may be far
@@ -174,9 +175,14 @@ def _model_findings(
 
 def _disk_findings(config: Config | None, *, needed_bytes: int) -> Iterator[Finding]:
     key, folder = next(_run_folders(config))
-    # A new checkpoint is whole before the oldest one goes.
-    count = config.checkpoint.keep + 1 if config else 1
-    what = f"{count} checkpoints" if config else "a checkpoint of all weights"
+    count = 1
+    what = "a checkpoint of all weights"
+    if config:
+        num_there = _num_checkpoints(config)
+        # A new checkpoint is whole before the oldest one goes.
+        count = config.checkpoint.keep + 1 - num_there
+        what = counted(count, "checkpoint")
+        what += f", beside {num_there} that the run has" if num_there else ""
     yield from _guarded(
         "disk",
         QUICK_S,
@@ -186,6 +192,15 @@ def _disk_findings(config: Config | None, *, needed_bytes: int) -> Iterator[Find
             )
         ],
     )
+
+
+def _num_checkpoints(config: Config) -> int:
+    """Return how many checkpoints of the run will make room for new ones."""
+    # Otherwise the run begins another history, and those of this one stay.
+    if config.checkpoint.resume != "auto":
+        return 0
+    folders = step_folders(Path(config.run.dir) / config.run.name / "checkpoints")
+    return min(len(folders), config.checkpoint.keep)
 
 
 def _guarded(name: str, seconds: float, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

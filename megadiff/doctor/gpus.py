@@ -161,7 +161,8 @@ def _ipc(facts: GpuFacts) -> Finding:
     return error(
         "cuda ipc",
         f"another process cannot read GPU memory: {facts.ipc_error}",
-        fix="docker run --ipc=host; unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; "
+        fix="docker run --ipc=host; unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF, "
+        "where one has expandable_segments:True; "
         "or sync.transport=http",
     )
 

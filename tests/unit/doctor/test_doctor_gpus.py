@@ -85,6 +85,7 @@ def test_no_ipc() -> None:
     assert found["cuda ipc"].status == "error"
     assert "invalid argument" in found["cuda ipc"].text
     assert "--ipc=host" in found["cuda ipc"].fix
+    assert "unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF," in found["cuda ipc"].fix
 
 
 def test_cuda_that_does_not_start() -> None:

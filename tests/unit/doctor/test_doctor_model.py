@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megadiff.cli.main import main
 from megadiff.config.load import load_config
-from megadiff.doctor import run_config
+from megadiff.doctor import command, run_config
 from megadiff.doctor.downloads import download_findings
 from megadiff.doctor.finding import Finding
 from megadiff.doctor.gpu_facts import GpuDevice, GpuFacts
@@ -237,3 +237,19 @@ def test_the_command(
     text = capsys.readouterr().out
     assert "error    tensors" in text and "1 error" in text
     assert "fix: fetch the component again" in text
+
+
+def test_checkpoints_that_are_there_need_no_room(tmp_path: Path) -> None:
+    """They were part of what the folder held when its free bytes were counted."""
+    config = load_config([*CONFIG, f"run.dir={tmp_path}", "run.name=mine", "checkpoint.keep=2"])
+    checkpoints = tmp_path / "mine" / "checkpoints"
+    for num_there, words in ((0, "3 checkpoints"), (1, "2 checkpoints, beside 1"), (3, "1 check")):
+        for step in range(num_there):
+            (checkpoints / f"step_{step:06d}").mkdir(parents=True, exist_ok=True)
+        (finding,) = command._disk_findings(config, needed_bytes=1)
+        assert f"needed for {words}" in finding.text
+
+    # Of another history, they stay.
+    config.checkpoint.resume = "never"
+    (finding,) = command._disk_findings(config, needed_bytes=1)
+    assert "needed for 3 checkpoints" in finding.text
