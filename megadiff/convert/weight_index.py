@@ -28,9 +28,9 @@ def new_index(
     weight_map = {name: file for name, file in index["weight_map"].items() if file not in files}
     total_size = 0
     for file in sorted(set(weight_map.values())):
-        held = TensorFile(base.folder / file).tensors
+        tensors = TensorFile(base.folder / file).tensors
         total_size += sum(
-            meta.num_bytes for name, meta in held.items() if weight_map.get(name) == file
+            meta.num_bytes for name, meta in tensors.items() if weight_map.get(name) == file
         )
 
     for file, metas in files.items():
@@ -60,18 +60,18 @@ def check_index(base: Component, folder: Path) -> None:
 
     problems = []
     for file in indexed_files(base.index):
-        held = TensorFile(folder / file).tensors
+        tensors = TensorFile(folder / file).tensors
         problems += [
             f"{name} of {file} is not listed"
-            for name in held
+            for name in tensors
             if before.get(name) == file and listed_now.get(name) != file
         ]
     for file in indexed_files(path):
-        held = TensorFile(folder / file).tensors
+        tensors = TensorFile(folder / file).tensors
         problems += [
             f"{name} is not in {file}"
             for name, file_of_name in listed_now.items()
-            if file_of_name == file and name not in held
+            if file_of_name == file and name not in tensors
         ]
     if problems:
         raise ValueError(

@@ -243,15 +243,15 @@ class Comparison:
             if ours is not None and theirs is not None:
                 gains.append(ours - theirs)
 
-        found = _mean_estimate(gains)
+        interval = _mean_estimate(gains)
         is_share = self.evaluation.is_share(reward) and self.baseline.is_share(reward)
-        if is_share and found.low is not None and found.high is not None:
+        if is_share and interval.low is not None and interval.high is not None:
             # No share changes by more than 1; the interval of few pairs would.
-            found = replace(found, low=max(-1.0, found.low), high=min(1.0, found.high))
+            interval = replace(interval, low=max(-1.0, interval.low), high=min(1.0, interval.high))
 
         num_pairs = max(len(gains), 1)
         return Difference(
-            **vars(found),
+            **vars(interval),
             won=sum(gain > 0 for gain in gains) / num_pairs,
             lost=sum(gain < 0 for gain in gains) / num_pairs,
             tied=sum(gain == 0 for gain in gains) / num_pairs,
