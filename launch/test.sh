@@ -5,7 +5,7 @@
 #
 #   launch/test.sh                     all that needs no GPU and is not marked extra
 #   launch/test.sh --all               extra ones, too: they repeat others in one more layout or
-#                                      family
+#                                      family (one that is named by its path needs --all as well)
 #   launch/test.sh --quick             at most 5 minutes on two idle cores, to run while you work:
 #                                      tests/unit without what is marked slow, and one real run
 #   launch/test.sh --quick -x          ... until the first failure

@@ -216,7 +216,7 @@ def named_rewards(
     kind_of: dict[str, str] = {}
     for kind in kinds:
         name = kind.rpartition(":")[2]  # of module:Class, the class
-        if name in rewards:
+        if kind_of.get(name, kind) != kind:
             raise ValueError(
                 f"rewards {kind_of[name]} and {kind} are both named {name}; give one of them, or "
                 "reward.<name>.type=TYPE in the config for each"

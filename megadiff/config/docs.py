@@ -23,7 +23,8 @@ later one wins. Keys without a default must be given; recipes set most of them.
 `megadiff train --help-config` prints this page as text.
 
 In an override, the value of a key of type str is what you type: `run.name=010` is 010, not 8, and
-`run.name=on` is on. Quotes are taken off, and `${run.dir}` is that key's value.
+`run.name=on` is on. Quotes are taken off, and `${run.dir}` is that key's value. YAML reads all
+else: `null`, lists, and mappings, as in `run={name: x}`.
 
 A relative path is relative to the folder in which the command is started, wherever the yaml file
 lies. The launchers start it in the repository: give them absolute paths. Only the files that a

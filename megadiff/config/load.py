@@ -247,7 +247,7 @@ def _read_yaml(path: Path) -> DictConfig:
         raise ConfigError(f"{path} is not valid yaml: {error}") from error
     except OSError as error:
         # OmegaConf raises it for a lone number, too.
-        raise ConfigError(f"{path} gives no mapping of config keys: {error}") from error
+        raise ConfigError(f"{path} cannot be read as a mapping of config keys: {error}") from error
     if not isinstance(layer, DictConfig):
         raise ConfigError(f"{path} holds a {type(layer).__name__}, not a mapping of config keys")
     return layer

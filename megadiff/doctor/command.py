@@ -175,23 +175,20 @@ def _model_findings(
 
 def _disk_findings(config: Config | None, *, needed_bytes: int) -> Iterator[Finding]:
     key, folder = next(_run_folders(config))
-    count = 1
-    what = "a checkpoint of all weights"
-    if config:
-        num_there = _num_checkpoints(config)
-        # A new checkpoint is whole before the oldest one goes.
-        count = config.checkpoint.keep + 1 - num_there
-        what = counted(count, "checkpoint")
-        what += f", beside {num_there} that the run has" if num_there else ""
-    yield from _guarded(
-        "disk",
-        QUICK_S,
-        lambda: [
-            folders.disk_finding(
-                folders.probe_folder(key, folder), needed_bytes=count * needed_bytes, what=what
-            )
-        ],
-    )
+
+    def look() -> list[Finding]:
+        count = 1
+        what = "a checkpoint of all weights"
+        if config:
+            num_there = _num_checkpoints(config)
+            # A new checkpoint is whole before the oldest one goes.
+            count = config.checkpoint.keep + 1 - num_there
+            what = counted(count, "checkpoint")
+            what += f", beside {num_there} that the run has" if num_there else ""
+        probe = folders.probe_folder(key, folder)
+        return [folders.disk_finding(probe, needed_bytes=count * needed_bytes, what=what)]
+
+    yield from _guarded("disk", QUICK_S, look)
 
 
 def _num_checkpoints(config: Config) -> int:

@@ -191,11 +191,14 @@ class Difference(MeanEstimate):
         return round((self.won + self.lost) * self.n)
 
     @property
+    def excludes_zero(self) -> bool:
+        """Return True where the interval leaves out 0."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
+    @property
     def is_clear(self) -> bool:
         """Return True where the interval leaves out 0, and at least MIN_CHANGED pairs differ."""
-        if self.low is None or self.high is None or self.num_changed < MIN_CHANGED:
-            return False
-        return not self.low <= 0 <= self.high
+        return self.excludes_zero and self.num_changed >= MIN_CHANGED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from typing import Any
 def write_whole(path: Path, text: str) -> None:
     """Write a file aside and rename it, so that a reader never sees half of it.
 
-    A link is followed. Where a device or a pipe stands, such as /dev/null, it is written to.
+    A link is followed. Where a device or a pipe stands, such as /dev/null, it is written to. A
+    writer that is killed leaves its file aside, .NAME.HEX, behind.
     """
     # A rename would take its place, for every other process too.
     if path.exists() and not path.is_file():

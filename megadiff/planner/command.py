@@ -37,6 +37,7 @@ from megadiff.planner.options import machine_of, parser
 from megadiff.planner.remedies import LORA_RANK, find_remedy, more_machines, with_settings
 from megadiff.planner.work import Machine
 from megadiff.process.words import counted
+from megadiff.train.check_algorithm import check_algorithm
 from megadiff.train.check_model import check_model, check_replicas
 from megadiff.train.dry_run import node_lines
 
@@ -49,8 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config([*options.config, *config_arguments])
         machine = machine_of(options)
         # dp=1 divides everything: what depends on dp is an obstacle of a layout, not of the config.
-        on_policy = build_algorithm(config.algorithm).on_policy
+        algorithm = build_algorithm(config.algorithm)
+        on_policy = algorithm.on_policy
         validate(config, dp=1, on_policy=on_policy)
+        check_algorithm(config, algorithm)
         adapter = build_adapter(Path(config.model.path), config.model.family)
         check_model(config, adapter, on_policy=on_policy)
         check_replicas(config, adapter, num_nodes=machine.num_nodes)

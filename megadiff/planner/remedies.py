@@ -76,9 +76,12 @@ def _lora_remedy(plan: MemoryPlan, config: Config, *, text_tokens: int) -> Remed
     if config.engine.fp8 != "none":
         settings["engine.fp8"] = "none"
     changed = with_settings(config, [settings])
-    lora_plan = make_plan(
-        changed, plan.model.adapter, machine=plan.machine, text_tokens=text_tokens
-    )
+    try:
+        lora_plan = make_plan(
+            changed, plan.model.adapter, machine=plan.machine, text_tokens=text_tokens
+        )
+    except ValueError:  # a family may have no layer for LoRA
+        return None
     if lora_plan.pick:
         return Remedy(settings=settings, estimate=lora_plan.pick, machine=plan.machine)
     if not _nearest(lora_plan):

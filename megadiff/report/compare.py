@@ -245,7 +245,7 @@ class Pair:
     comparison: Comparison
 
     def is_clear(self, reward: str) -> bool:
-        """Return True where the interval of the reward's change leaves out 0."""
+        """Return True where the reward's change is more than noise."""
         names = self.comparison.reward_names
         return reward in names and self.comparison.difference(reward).is_clear
 
@@ -387,7 +387,7 @@ def _clearness(pairing: Pairing, reward: str, *, num_runs: int) -> str:
         pair = pairing.pairs[0]
         # With more runs the one that is ahead may be in no pair.
         between = f" between {pair.against} and {pair.name}" if num_runs > 2 else ""
-        verb = "clear" if num_clear else "within the noise"
+        verb = "clear" if num_clear else "not clear"
         return f"The difference{between} is {verb}."
 
     return f"{num_clear} of {num_pairs} paired differences are clear."

@@ -84,11 +84,13 @@ def headline(evaluation: Evaluation, comparison: Comparison | None = None) -> st
 
 
 def reward_sentence(comparison: Comparison, reward: str, subject: str, **words: str) -> str:
-    """Say what a reward did; a change is clear where its interval excludes 0."""
+    """Say what a reward did, and whether that is clear."""
     form = RewardFormat(comparison.evaluation.is_share(reward))
     first = form.value(comparison.baseline.estimate(reward).mean)
     last = form.value(comparison.evaluation.estimate(reward).mean)
     gain = comparison.difference(reward)
+    if gain.excludes_zero and not gain.is_clear:
+        words = {"unclear": "too few samples changed to tell"}
     return change_sentence(subject, first, last, gain=gain.mean, is_clear=gain.is_clear, **words)
 
 

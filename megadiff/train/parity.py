@@ -129,13 +129,14 @@ def recomputes(gaps: Figures, algorithm: AlgorithmConfig, *, before: bool) -> bo
     if algorithm.old_log_prob != "auto":
         return algorithm.old_log_prob == "recompute"
     if not build_algorithm(algorithm).compares_rollout:
-        # its clip range is of another ratio, and says nothing of this gap
+        # Its clip range is of another ratio, and says nothing of this gap. The trainer's log_probs
+        # are computed in any case, so to weigh samples by the replicas' costs nothing.
         logger.info(
             "algorithm.old_log_prob=auto with algorithm.name=%s: its ratio is to the trainer's own "
-            "policy, so the parity gap decides nothing",
+            "policy; the replicas' log_probs weigh samples, whatever the parity gap",
             algorithm.name,
         )
-        return before
+        return True
 
     gap = gaps[LOG_PROB_GAP]
     limit = algorithm.clip_range / 2

@@ -19,7 +19,7 @@ from tests.distributed.engines import LOSS, build, mine
 from tests.distributed.families import FAMILIES, case_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded_model import Case, Layout, Ranks, write_references
-from tests.extra import cases, extra
+from tests.extra import cases
 
 LAYOUTS = {
     1: [Layout(compiled=True)],
@@ -72,13 +72,21 @@ def _cut_worker(case: Case, pipeline: Path) -> None:
     assert counters["graph_break"], "nothing cut a graph"
 
 
-@extra  # of VeOmni: test_veomni_engine.py
-def test_a_text_of_another_length_compiles_nothing(tiny_model: Path) -> None:
-    run_ranks(_lengths_worker, 2, tiny_model)
+# widths of texts → graphs compiled so far; the last block's text leads nowhere, so each variant is
+# two graphs
+ODD = {7: 2, 5: 2}
+ODD_AND_EVEN = {7: 2, 6: 4, 5: 4, 4: 4}
 
 
-def _lengths_worker(tiny_model: Path) -> None:
+@pytest.mark.parametrize("graphs", cases((ODD, ODD_AND_EVEN), extra_ones=(ODD_AND_EVEN,)))
+def test_a_text_of_another_length_compiles_nothing(
+    graphs: dict[int, int], tiny_model: Path
+) -> None:
     """Odd lengths share one variant, even ones another: with tp 2 an odd text is padded."""
+    run_ranks(_lengths_worker, 2, tiny_model, graphs)
+
+
+def _lengths_worker(tiny_model: Path, graphs: dict[int, int]) -> None:
     torch.compile = partial(torch.compile, backend="aot_eager")
     engines = [
         build(tiny_model, {"tp": 2}, backend="megatron", compiled=compiled, microbatch_size=8)
@@ -87,13 +95,12 @@ def _lengths_worker(tiny_model: Path) -> None:
     batch = mine(engines[0])
 
     num_graphs = []
-    for width in (7, 6, 5, 4):
+    for width in graphs:
         cut = _cut_texts(batch, width)
         norms = [engine.update(cut, LOSS)["optim/grad_norm"] for engine in engines]
         assert norms[1] == pytest.approx(norms[0], rel=5e-6)
         num_graphs.append(counters["stats"]["unique_graphs"])
-    # the last block's text leads nowhere, so each variant is two graphs
-    assert num_graphs == [2, 4, 4, 4]
+    assert num_graphs == list(graphs.values())
     assert not counters["graph_break"], dict(counters["graph_break"])
 
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from megadiff.sync.sync import WeightSync
+from tests.e2e.conftest import GATED
 from tests.e2e.test_rescue import rows_of
 
 DECAY = 0.9
 KEYS = [
+    GATED,  # without stochastic steps, too
     "algorithm.name=nft",
     f"algorithm.lagging_decay={DECAY}",
     f"algorithm.lagging_decay_rate={DECAY}",  # from the first optimizer step on

@@ -25,10 +25,12 @@ from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.base import HttpTransport
 from megadiff.sync.transports.shared_memory import FOLDER, PREFIX
 from megadiff.tensors.manifest import folder_manifest
+from tests.e2e.conftest import GATED
 from tests.e2e.servers import start_replicas, stop
 from tests.meshes import one_rank_mesh
 
 KEYS = (
+    GATED,
     "lora.rank=4",
     "lora.alpha=8",
     "optim.lr=1e-3",

@@ -34,7 +34,8 @@ def test_separate_run_goes_on_after_a_stop_and_after_a_killed_rank(submit, one_p
 
 
 def test_colocated_run_of_two_nodes(submit, one_process):
-    run = submit("colocated", "train.num_steps=3", sbatch=("--nodes=2",), RANKS="2")
+    keys = ("train.num_steps=3", "rollout.sleep=always")
+    run = submit("colocated", *keys, sbatch=("--nodes=2",), RANKS="2")
     run.ends("COMPLETED")
     one_process.ends("COMPLETED")
     assert_close(run.rows(), one_process.steps(3))

@@ -5,7 +5,6 @@ So an attempt is short, and one job can have many of them.
 
 from tests.e2e.test_invariance import assert_close
 from tests.e2e.test_rescue import rows_of
-from tests.extra import extra
 from tests.slurm.cluster import wait_for
 from tests.slurm.conftest import STAGES, TOKEN
 
@@ -22,7 +21,6 @@ def test_usr1_in_every_stage_of_a_step_loses_nothing(asked, one_process):
     assert rows_of(asked.folder) == rows_of(one_process.folder)
 
 
-@extra  # nodes that go without a word: test_launcher.py
 def test_the_killed_slurmd_of_the_first_node(submit_asked, one_process):
     """Its node's processes are left to themselves: the batch script and a rank.
 

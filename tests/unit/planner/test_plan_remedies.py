@@ -70,6 +70,14 @@ def test_lora_is_planned_before_it_is_advised(capsys, monkeypatch):
     assert "on up to 1 GPUs either; try GPUs with more memory, or a smaller model" in text
 
 
+def test_a_model_without_layers_for_lora_gets_no_such_advice(monkeypatch):
+    config = load_config([RECIPE, MODEL])
+    adapter = build_adapter(Path(config.model.path))
+    adapter.plan = replace(adapter.plan, lora_targets=())
+    plan = SimpleNamespace(model=SimpleNamespace(adapter=adapter), machine=MACHINE)
+    assert remedies._lora_remedy(plan, config, text_tokens=0) is None
+
+
 def bagel_stages(tmp_path: Path) -> Path:
     file = tmp_path / "stages.yaml"
     stages = {"pipeline": "bagel_single_stage", "stages": [{"stage_id": 0, "devices": "0"}]}
@@ -107,6 +115,9 @@ def test_what_a_run_refuses_is_refused(capsys, tmp_path, monkeypatch):
     z_image = ROOT / "configs/recipes/z_image_base_flowgrpo_4xh200.yaml"
     error = refusal(capsys, z_image, f"model.path={turbo}", "--world-size", 4)
     assert "shift=3.0, so this is Z-Image-Turbo" in error
+
+    error = refusal(capsys, *qwen, "rollout.fp8=true", "algorithm.old_log_prob=rollout")
+    assert "rollout.fp8 with algorithm.old_log_prob=rollout" in error
 
     # the smallest change that makes sizes odd: the rule itself
     monkeypatch.setattr("megadiff.engines.fp8.FP8_MULTIPLE", 1000)

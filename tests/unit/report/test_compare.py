@@ -101,7 +101,7 @@ def test_a_tie_is_told_as_one(tmp_path):
         plain = [replace(sample, file=None) for sample in found.samples]
         write_evaluation(evaluation_folder(folder, 1), replace(found, samples=plain), {})
     runs = read_runs([tmp_path / name for name in "ab"])
-    assert "ends at 76.0 % in both. The difference is within" in headline(runs, pair_up(runs))
+    assert "ends at 76.0 % in both. The difference is not" in headline(runs, pair_up(runs))
 
 
 def test_names_are_as_long_as_they_must_be():

@@ -10,6 +10,7 @@ from synthetic_run import PROMPTS, TASKS, eval_metrics_of, evaluation_of, sectio
 
 from megadiff.observe.evaluation import (
     Comparison,
+    Evaluation,
     evaluation_folder,
     evaluation_folders,
     read_evaluation,
@@ -106,6 +107,19 @@ def test_a_change_within_its_interval_is_called_noise():
         == "Held-out accuracy went from 47.0 % to 48.0 %: within the noise."
     )
     assert held_out_headline(None) is None
+
+
+def test_few_samples_that_changed_alike_are_no_noise_and_not_clear():
+    def all_score(value: float) -> Evaluation:
+        samples = [
+            replace(sample, rewards={"shapes_strict": value})
+            for sample in evaluation(0).samples[:5]
+        ]
+        return replace(evaluation(0), samples=samples)
+
+    assert held_out_headline(Comparison(evaluation=all_score(1.0), baseline=all_score(0.0))) == (
+        "Held-out accuracy went from 0.0 % to 100.0 %: too few samples changed to tell."
+    )
 
 
 def test_the_headline_is_of_a_reward_that_was_trained(tmp_path):
