@@ -176,7 +176,7 @@ def _check_levels(config: Config, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"algorithm.adv_clip_max={settings.adv_clip_max} / algorithm.beta={settings.beta} = "
             f"{exponent:.4g} > {MAX_EXPONENT} with {name}: a sample weighs up to exp({exponent:.4g}"
-            "), whose squared gradient may leave float32; "
+            "), and its squared gradient may leave float32; "
             f"set algorithm.beta>={least:g}, or a smaller adv_clip_max"
         )
     num_levels = rollout.num_inference_steps - algorithm.first_level

@@ -139,7 +139,7 @@ def test_what_fits_together_passes(checked, overrides: str) -> None:
         (
             f"algorithm.name=rwr {CLEAN} algorithm.beta=0.1",
             "algorithm.adv_clip_max=5.0 / algorithm.beta=0.1 = 50 > 30 with algorithm.name=rwr: a "
-            "sample weighs up to exp(50), and its squared gradient is beyond float32; "
+            "sample weighs up to exp(50), and its squared gradient may leave float32; "
             "set algorithm.beta>=0.17, or a smaller adv_clip_max",
         ),
         (
