@@ -169,7 +169,7 @@ def one_rank_mesh(subject: Subject) -> Mesh:
     with _LOCK:
         world, mesh = _MESHES.get(device_type, (None, None))
         # A run in this process may have ended them: WORLD is another then, or None.
-        if mesh is None or world is None or world is not dist.group.WORLD:
+        if mesh is None or world is not dist.group.WORLD:
             layout = Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1)
             mesh = init_mesh(layout, device_type)
             _MESHES[device_type] = (dist.group.WORLD, mesh)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from megadiff.convert.convert import TARGETS, Options, convert
 from megadiff.convert.copying import Advance
+from megadiff.process.sigterm import ended_by_sigterm
 
 DESCRIPTION = """Convert weights, tensor by tensor: at most two are in memory.
 
@@ -105,8 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     dst = arguments.pop("dst")
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    # It unwinds, so that nothing half-written is left.
-    handler_before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     num_threads_before = torch.get_num_threads()
 
     # Two threads convert, each for itself; more would fight with them.
@@ -116,13 +114,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
     try:
-        convert(src, dst, _options(**arguments), progress=_bar)
+        with ended_by_sigterm():  # so that nothing half-written is left
+            convert(src, dst, _options(**arguments), progress=_bar)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     finally:
         torch.set_num_threads(num_threads_before)
-        signal.signal(signal.SIGTERM, handler_before)
 
     sys.stdout.write(f"{dst}\n")
     return 0

@@ -59,15 +59,13 @@ def check_index(base: Component, folder: Path) -> None:
     listed_now = read_json(path)["weight_map"]
 
     problems = []
-    for file in indexed_files(base.index):
+    for file in sorted({*indexed_files(base.index), *indexed_files(path)}):
         tensors = TensorFile(folder / file).tensors
         problems += [
             f"{name} of {file} is not listed"
             for name in tensors
             if before.get(name) == file and listed_now.get(name) != file
         ]
-    for file in indexed_files(path):
-        tensors = TensorFile(folder / file).tensors
         problems += [
             f"{name} is not in {file}"
             for name, file_of_name in listed_now.items()

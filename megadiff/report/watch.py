@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import select
-import signal
 import sys
 import termios
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from megadiff.process.sigterm import ended_by_sigterm
 from megadiff.report.run_follower import RunFollower
 from megadiff.report.watch_frame import fitting_frame, frame
 
@@ -57,23 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM leave the block by SystemExit, with 143, so that a terminal is given back."""
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
-
-
 def _show(follower: RunFollower, console: Console) -> None:
     with (
-        ended_by_sigterm(),
+        ended_by_sigterm(),  # so that the terminal is given back
         quit_key() as is_pressed,
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):

@@ -1,16 +1,13 @@
 """The answers say how many samples a held-out change stands on, and do not say too much."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from synthetic_evaluation import evaluation
 
-from megadiff.observe.evaluation import (
-    EvaluatedSample,
-    Evaluation,
-    evaluation_folder,
-    write_evaluation,
-)
+from megadiff.observe.evaluation import EvaluatedSample, evaluation_folder, write_evaluation
 from megadiff.observe.metrics import verdict
 from megadiff.report.answers import answers
 from megadiff.report.run_record import read_run
@@ -31,18 +28,9 @@ def write_run(folder: Path, *, num_right: int, num_steps: int = 20) -> Path:
     for step in (0, num_steps) if num_right else ():
         num_now = num_right if step else 0
         values = [float(index < num_now) if index < 8 else None for index in range(40)]
-        evaluation = Evaluation(
-            model="m",
-            step=step,
-            seed=0,
-            num_inference_steps=10,
-            true_cfg_scale=1.0,
-            height=64,
-            width=64,
-            samples=[sample(index, value) for index, value in enumerate(values)],
-            diversity={},
-        )
-        write_evaluation(evaluation_folder(folder, step), evaluation, {})
+        samples = [sample(index, value) for index, value in enumerate(values)]
+        found = replace(evaluation(0.0, step=step), samples=samples)
+        write_evaluation(evaluation_folder(folder, step), found, {})
     return folder
 
 
