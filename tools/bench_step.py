@@ -45,6 +45,7 @@ from megadiff.planner.memory_plan import USABLE_GIB
 from megadiff.tensors.model_files import ROOT_FILE
 
 POLL_S = 0.1
+GRACE_S = 3.0  # only later than two seconds counts a second signal
 STOP_S = 60.0
 LOG_LINES = 25
 
@@ -222,6 +223,10 @@ def _stop(process: subprocess.Popen) -> None:
         children = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGTERM)
     try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        if process.poll() is None:  # the second one: what it trained need not be saved
+            os.killpg(process.pid, signal.SIGTERM)
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
         children += psutil.Process(process.pid).children(recursive=True)

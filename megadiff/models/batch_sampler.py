@@ -112,11 +112,14 @@ class BatchSampler:
         """Spread [P, …], a row for each group, to [N, …], a row for each sample."""
         return value_P[self._group_N.to(value_P.device)]
 
-    def initial_latents(self) -> Tensor:
-        """Return the noise at sigma 1, [N, L, C] in the storage dtype."""
+    def initial_noise(self) -> Tensor:
+        """Draw the noise at sigma 1, [N, L, C] float32 on the host."""
         keys, index_N = distinct(self._initial_keys)
-        latents_NLC = initial_latents_rows(self.token_shape, keys)[index_N]
-        return latents_NLC.to(self.device, self.storage_dtype)
+        return initial_latents_rows(self.token_shape, keys)[index_N]
+
+    def initial_latents(self, noise_NLC: Tensor) -> Tensor:
+        """Return initial_noise() on the device in the storage dtype."""
+        return noise_NLC.to(self.device, self.storage_dtype)
 
     def distinct_rows(self) -> tuple[Tensor, Tensor]:
         """Return the rows whose velocity this step needs [B], and which of them each row takes [N].

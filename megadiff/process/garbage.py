@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 
 def freeze_startup_objects() -> None:
-    """Never walk again through the objects that live now. Call it once, when all is loaded."""
-    # Half a million objects of the libraries live by then. A full collection goes through all of
-    # them, 0.1 s and more with the GIL held, and each step makes enough objects to set one off.
+    """Never walk again through the objects that live now. For when all is loaded, or compiled."""
+    # Half a million objects of the libraries live by then, and a third of a million that torch
+    # made to compile blocks. A full collection goes through all of them with the GIL held, 0.1 to
+    # 0.3 s and more for large models, and each step makes enough objects to set one off.
     gc.collect()
     gc.freeze()
 

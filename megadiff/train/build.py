@@ -220,6 +220,7 @@ def build_parts(
         recorder=recorder,
         rescue=_build_rescue(engine, checkpoints, recorder, progress, events),
         progress=progress,
+        first_step=progress.step,
         events=events,
     )
 

@@ -11,14 +11,20 @@ from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
 from megadiff.observe.events import Events
 from megadiff.parallel.collectives import agreed, all_reduce_max
+from megadiff.process.garbage import freeze_startup_objects
 from megadiff.train.record import Recorder
 from megadiff.train.rescue import Rescue
 from megadiff.types import Progress
 
+COMPILING_STEPS = 2  # of a process: later ones compile for few new lengths of texts, if any
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """Hold what trains, saves and records, built by `megadiff.train.build`."""
+    """Hold what trains, saves and records, built by `megadiff.train.build`.
+
+    first_step: steps that were finished when this process began.
+    """
 
     engine: Engine
     algorithm: Algorithm
@@ -26,6 +32,7 @@ class RunParts:
     recorder: Recorder
     rescue: Rescue
     progress: Progress
+    first_step: int
     events: Events
 
     def end_step(self) -> None:
@@ -55,6 +62,10 @@ class RunParts:
             # all ranks wait for it: torchrun ends them when the first of them ends
             agreed(self.rescue.say_stopped, mesh.cpu_group, here=mesh.rank == 0)
             raise SystemExit(code)
+
+        num_own_steps = self.progress.step - self.first_step
+        if self.engine.config.engine.compile and num_own_steps <= COMPILING_STEPS:
+            freeze_startup_objects()
 
 
 def run_folder(config: Config) -> Path:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megadiff.models.rotary import rotate_pairs
+
 
 def rotate(x_BSHD: Tensor, rotation_SD: Tensor, use_real: bool = False) -> Tensor:
     """Multiply every two features of a token, as a complex number, by the token's rotation.
@@ -27,11 +29,7 @@ def rotate(x_BSHD: Tensor, rotation_SD: Tensor, use_real: bool = False) -> Tenso
     if rotation_SD.is_complex():
         rotation_SD = torch.view_as_real(rotation_SD)
 
-    # neighbouring features are a number's real and imaginary part
-    cos_S1D, sin_S1D = (table_SD.unsqueeze(-2) for table_SD in rotation_SD.unbind(-1))
-    real, imaginary = x_BSHD.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = (real * cos_S1D - imaginary * sin_S1D, real * sin_S1D + imaginary * cos_S1D)
-    return torch.stack(rotated, dim=-1).flatten(-2).to(x_BSHD.dtype)
+    return rotate_pairs(x_BSHD, *rotation_SD.unbind(-1))
 
 
 def rotate_in_real(transformer: Any) -> None:

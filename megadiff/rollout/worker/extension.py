@@ -35,6 +35,7 @@ from megadiff.process.lifeline import exit_with
 from megadiff.process.stacks import announce
 from megadiff.process.title import set_title
 from megadiff.rollout.spec import process_title
+from megadiff.rollout.worker.compiled import tune_blocks
 from megadiff.rollout.worker.fp8 import Fp8Linears
 from megadiff.rollout.worker.freed_weights import FreedWeights, ParkedWeights
 from megadiff.rollout.worker.lora import WRAPPED, PolicyLora
@@ -99,6 +100,10 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 self._adapter.keep_streams_in_float32(
                     self._pipeline.get_submodule(component), self._pipeline.od_config.dtype
                 )
+
+        if not self.od_config.enforce_eager and self._pipeline.device.type == "cuda":
+            for component in self._components:
+                tune_blocks(self._pipeline.get_submodule(component))
 
         if custom_pipeline_args.get("fp8"):
             self._fp8 = Fp8Linears(

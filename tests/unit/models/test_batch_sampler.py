@@ -47,7 +47,7 @@ def draw(
         "prompt_embeds": mask_PT[..., None] * torch.ones(3),
         "prompt_mask": mask_PT,
     }
-    latents_NLC = sampler.initial_latents()
+    latents_NLC = sampler.initial_latents(sampler.initial_noise())
     for _ in range(STEPS):
         rows_B, index_N = sampler.distinct_rows()
         if not shares:
@@ -231,7 +231,7 @@ def solve(schedule: Tensor, solver: str) -> tuple[Tensor, Tensor]:
         token_shape=SHAPE,
         device=torch.device("cpu"),
     )
-    noise_NLC = sampler.initial_latents()
+    noise_NLC = sampler.initial_latents(sampler.initial_noise())
     latents_NLC = noise_NLC
     for sigma in schedule[:-1]:
         latents_NLC = sampler.step(gaussian_velocity(latents_NLC, sigma), latents_NLC)

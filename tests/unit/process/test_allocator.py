@@ -12,7 +12,7 @@ GROWING = "expandable_segments:True"
 
 def test_segments_grow_unless_the_user_has_said_otherwise():
     for given, expected in (
-        ({}, {VARIABLE: GROWING}),
+        ({}, {VARIABLE: f"{GROWING},large_segment_size_mb:128"}),
         ({VARIABLE: "max_split_size_mb:64"}, {VARIABLE: "max_split_size_mb:64"}),
         (
             {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
@@ -37,6 +37,16 @@ def test_fixed_segments_within_and_growing_ones_after(monkeypatch, restored, nam
         assert "expandable_segments:False" in torch._C._accelerator_getAllocatorSettings()
         raise MemoryError
     assert GROWING in torch._C._accelerator_getAllocatorSettings()
+
+
+def test_torch_knows_every_setting_and_takes_it_back(monkeypatch, restored):
+    """An unknown one would end each process that uses a GPU."""
+    environment = {}
+    grow_segments(environment)
+    monkeypatch.setenv(VARIABLE, environment[VARIABLE])
+    with fixed_segments():
+        assert "large_segment_size_mb:128" in torch._C._accelerator_getAllocatorSettings()
+    assert torch._C._accelerator_getAllocatorSettings() == environment[VARIABLE]
 
 
 def test_nothing_is_touched_where_segments_do_not_grow(monkeypatch):
