@@ -62,9 +62,10 @@ def _marking(compiled: Callable[..., Any], sizes: set[tuple[int, ...]]) -> Calla
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        tensors = _tensors(arguments)
         image = arguments.get(IMAGE, tensors[0])
-        text = arguments.get(TEXT)
+        # SD3.5's comes in a tuple, as its embedding returns it
+        text = next(iter(_tensors(arguments.get(TEXT))), None)
         size = tuple(image.shape[:1] if text is None else image.shape[:2])
 
         if size in sizes or len(sizes) < FIXED_SIZES:
@@ -74,6 +75,10 @@ def _marking(compiled: Callable[..., Any], sizes: set[tuple[int, ...]]) -> Calla
         return compiled(*args, **kwargs)
 
     return forward
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _fixed_dims(tensor: Tensor, *, image: Tensor, text: Tensor | None) -> Iterator[int]:

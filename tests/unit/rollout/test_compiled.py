@@ -34,7 +34,7 @@ class OneStream(nn.Module):
 
 
 class Model(nn.Module):
-    _repeated_blocks = ("Block", "OneStream")
+    _repeated_blocks = ("Block", "OneStream", "TextInTuple")
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -71,16 +71,31 @@ def compiled():
     torch._dynamo.reset()
 
 
+class TextInTuple(Block):
+    """A block as SD3.5's."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: tuple[Tensor],
+        tables: tuple[Tensor, ...],
+    ) -> Tensor:
+        return super().forward(hidden_states, encoder_hidden_states[0], tables)
+
+
 def inputs(rows: int, image: int, text: int) -> list[object]:
     tables = torch.ones(image, WIDTH), torch.ones(text, WIDTH)
     return [torch.ones(rows, image, WIDTH), torch.ones(rows, text, WIDTH), tables]
 
 
-def test_everything_but_the_texts_length_is_fixed(compiled):
+@pytest.mark.parametrize("kind", [Block, TextInTuple])
+def test_everything_but_the_texts_length_is_fixed(compiled, kind):
     tuned, variants = compiled
-    block = tuned(Block())
-    for text in (3, 5, 4, 8, 3):  # as many as rows, and as image tokens
-        assert block(*inputs(4, 8, text)).shape == (4, 8, WIDTH)
+    block = tuned(kind())
+    for length in (3, 5, 4, 8, 3):  # as many as rows, and as image tokens
+        image, text, tables = inputs(4, 8, length)
+        found = block(image, (text,) if kind is TextInTuple else text, tables)
+        assert found.shape == (4, 8, WIDTH)
     (shapes,) = variants
     assert set(shapes) == {(4, 8, WIDTH), (8, WIDTH), (4, "any", WIDTH), ("any", WIDTH)}
 
