@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 
 def freeze_startup_objects() -> None:
@@ -14,6 +15,22 @@ def freeze_startup_objects() -> None:
     # 0.3 s and more for large models, and each step makes enough objects to set one off.
     gc.collect()
     gc.freeze()
+
+
+@dataclass
+class FirstRounds:
+    """Freeze what lives after each of a process's first rounds of work, as torch compiles in them.
+
+    count: of those to come.
+    """
+
+    count: int
+
+    def end(self) -> None:
+        """Take note of a round's end. After the last of them it does nothing."""
+        if self.count > 0:
+            self.count -= 1
+            freeze_startup_objects()
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from megadiff.observe.timers import Timers
 from megadiff.observe.trackers import Trackers, build_trackers
 from megadiff.parallel.collectives import agreed, broadcast_json
 from megadiff.parallel.mesh import Mesh
+from megadiff.process.garbage import FirstRounds
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.client.processes import ReplicaProcess, stop_all
 from megadiff.train.batch_files import SavedSamples
@@ -56,6 +57,7 @@ from megadiff.types import DTYPES, Progress, Prompt
 
 logger = logging.getLogger(__name__)
 Evaluate = Callable[[int], dict[str, float]]  # a step → its eval/* metrics; collective
+COMPILING_STEPS = 2  # of a process: later ones compile for few new lengths of texts, if any
 ENCODE_BATCH_TOKENS = 16_384  # a pass of the VAE: 1,024 images of 64×64, 16 of 512×512
 
 
@@ -220,7 +222,7 @@ def build_parts(
         recorder=recorder,
         rescue=_build_rescue(engine, checkpoints, recorder, progress, events),
         progress=progress,
-        first_step=progress.step,
+        compiling=FirstRounds(COMPILING_STEPS if engine.config.engine.compile else 0),
         events=events,
     )
 

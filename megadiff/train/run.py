@@ -11,19 +11,17 @@ from megadiff.config.schema import Config
 from megadiff.engines.base import Engine
 from megadiff.observe.events import Events
 from megadiff.parallel.collectives import agreed, all_reduce_max
-from megadiff.process.garbage import freeze_startup_objects
+from megadiff.process.garbage import FirstRounds
 from megadiff.train.record import Recorder
 from megadiff.train.rescue import Rescue
 from megadiff.types import Progress
-
-COMPILING_STEPS = 2  # of a process: later ones compile for few new lengths of texts, if any
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
     """Hold what trains, saves and records, built by `megadiff.train.build`.
 
-    first_step: steps that were finished when this process began.
+    compiling: the steps of this process in which torch compiles.
     """
 
     engine: Engine
@@ -32,7 +30,7 @@ class RunParts:
     recorder: Recorder
     rescue: Rescue
     progress: Progress
-    first_step: int
+    compiling: FirstRounds
     events: Events
 
     def end_step(self) -> None:
@@ -63,9 +61,7 @@ class RunParts:
             agreed(self.rescue.say_stopped, mesh.cpu_group, here=mesh.rank == 0)
             raise SystemExit(code)
 
-        num_own_steps = self.progress.step - self.first_step
-        if self.engine.config.engine.compile and num_own_steps <= COMPILING_STEPS:
-            freeze_startup_objects()
+        self.compiling.end()
 
 
 def run_folder(config: Config) -> Path:

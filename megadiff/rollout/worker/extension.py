@@ -28,7 +28,7 @@ from megadiff.models.pipeline_stop import check_stop
 from megadiff.models.served_names import ServedPlaces, served_places, served_view
 from megadiff.parallel.collectives import gather_json
 from megadiff.parallel.plan import FROZEN, is_lora, module_of
-from megadiff.process.garbage import freeze_startup_objects
+from megadiff.process.garbage import FirstRounds, freeze_startup_objects
 from megadiff.process.gloo import share_devices
 from megadiff.process.identity import device_name, host_name
 from megadiff.process.lifeline import exit_with
@@ -49,6 +49,9 @@ from megadiff.tensors.fingerprint import fingerprints
 from megadiff.tensors.manifest import Manifest, folder_manifest
 from megadiff.types import JsonObject, LoraSpec, Tensors
 
+# Of a replica's first pushes those behind which it compiles: before the gate, after it, two steps.
+COMPILING_PUSHES = 4
+
 
 class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     """Add our methods to vllm-omni's worker class, which has no constructor of ours."""
@@ -58,6 +61,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     _parked: ParkedWeights | None = None
     _fp8 = Fp8Linears({})  # of no layer, unless the replica was told to compute in FP8
     _has_new_weights = False  # base weights that have no FP8 copies yet
+    _compiling = FirstRounds(0)
 
     def init_device(self) -> None:
         """Meet the other workers at a file: vllm-omni's TCP store listens on all addresses."""
@@ -101,9 +105,11 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                     self._pipeline.get_submodule(component), self._pipeline.od_config.dtype
                 )
 
-        if not self.od_config.enforce_eager and self._pipeline.device.type == "cuda":
+        if not self.od_config.enforce_eager:
+            self._compiling = FirstRounds(COMPILING_PUSHES)
             for component in self._components:
-                tune_blocks(self._pipeline.get_submodule(component))
+                if self._pipeline.device.type == "cuda":
+                    tune_blocks(self._pipeline.get_submodule(component))
 
         if custom_pipeline_args.get("fp8"):
             self._fp8 = Fp8Linears(
@@ -162,6 +168,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
         Joins the trainer's group where the transport has one.
         """
+        self._compiling.end()
         self._fp8.make_room()
         if self._freed is not None:
             self._freed.take_back()
