@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
-from torch._dynamo import mark_static, maybe_mark_dynamic
+from torch._dynamo import maybe_mark_dynamic
 from torch.utils._pytree import tree_leaves
 
 from megadiff.models.adapter import STREAMS
 from megadiff.models.joint_attention import WholeStreams
 from megadiff.parallel.plan import ParallelPlan
+from megadiff.process.variants import with_own_variants
 
 VARIANTS = 32
 IMAGE, TEXT = STREAMS
@@ -35,9 +36,9 @@ def compile_blocks(
     those that take longest to compute for their bytes; 0 keeps its inputs. One for all of the
     process. The second product of an MLP is a third of a block's work and a fifteenth of its
     activations: with it a block of Qwen-Image computes 3.75 forwards in all, without it 4.0.
-    microbatch_size: of most calls, which get variants of their own. Once torch has seen another
-    number of rows, as the gate's, it would compile all that follows for any number, and those
-    kernels are slower. All other numbers share such variants.
+    microbatch_size: of most calls, which get variants of their own, in a list of their own. Once
+    torch has seen another number of rows, as the gate's, it would compile all that follows for any
+    number, and those kernels are slower. All other numbers share such variants.
     text_varies: any text length fits from the first variant on. Else, by torch's own rule, a second
     length compiles everything again.
     in_one_graph: torch raises an error where something would cut a block into several graphs, which
@@ -49,35 +50,37 @@ def compile_blocks(
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     for name, module in model.named_modules():
         if plan.is_block(name):
-            signature = inspect.signature(module.forward)
-            compiled = torch.compile(module.forward, fullgraph=in_one_graph)
-            module.forward = _marking(
-                compiled, signature, microbatch_size=microbatch_size, text_varies=text_varies
+            module.forward = _choosing(
+                module.forward,
+                microbatch_size=microbatch_size,
+                text_varies=text_varies,
+                in_one_graph=in_one_graph,
             )
 
 
-def _marking(
-    compiled: Callable[..., Any],
-    signature: inspect.Signature,
-    *,
-    microbatch_size: int,
-    text_varies: bool,
+def _choosing(
+    forward: Callable[..., Any], *, microbatch_size: int, text_varies: bool, in_one_graph: bool
 ) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    """Return the forward compiled: for whole microbatches, and apart from that for other sizes."""
+    signature = inspect.signature(forward)
+    whole = torch.compile(with_own_variants(forward), fullgraph=in_one_graph)
+    any_size = torch.compile(forward, fullgraph=in_one_graph)
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
-        _mark_rows(arguments, microbatch_size)
         if text_varies:
             _mark_text(arguments)
-        return compiled(*args, **kwargs)
+        tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+        num_rows = len(arguments.get(IMAGE, tensors[0]))
+        if num_rows == microbatch_size:
+            return whole(*args, **kwargs)
 
-    return forward
+        for tensor in tensors:
+            if tensor.ndim > 1 and len(tensor) == num_rows:
+                maybe_mark_dynamic(tensor, 0)
+        return any_size(*args, **kwargs)
 
-
-def _mark_rows(arguments: dict[str, Any], microbatch_size: int) -> None:
-    """Mark the number of rows as fixed, where it is a whole microbatch's."""
-    for value in arguments.values():
-        if isinstance(value, Tensor) and value.dim() > 1 and len(value) == microbatch_size:
-            mark_static(value, 0)
+    return compiled
 
 
 def _mark_text(arguments: dict[str, Any]) -> None:

@@ -29,7 +29,8 @@ from megadiff.models.vae import encode_images, pixels_of
 from megadiff.types import RolloutRequest, Tensors
 
 REQUESTS_KEY = "megadiff_requests"  # in a request's extra_args
-COMPILED_VARIANTS = 32  # with and without text masks, LoRA, guidance, dual attention; sizes
+# with and without text masks, LoRA, guidance, dual attention, each for four sizes or for any
+COMPILED_VARIANTS = 64
 RESULT_KEY = "megadiff_batch"  # in an output's metadata
 GPU_BYTES = "gpu_bytes"  # in a result: those that the allocator gave out, those that it keeps
 NO_LORA_REQUESTS = (
@@ -69,6 +70,7 @@ class RolloutPipelineMixin:
     served_names: ServedNames
     cast_networks: tuple[str, ...] = ()
     stop_path: str | None = None  # of the request that runs: see pipeline_stop
+    num_rows = 0  # samples of the rollout call that runs, 0 for any other
     maps_base = False
     is_empty = False
 
@@ -163,6 +165,7 @@ class RolloutPipelineMixin:
             return [_refusal(str(error))]
         finally:
             self.stop_path = None
+            self.num_rows = 0
 
     def _draw_groups(self, requests: Sequence[RolloutRequest]) -> Any:
         from vllm_omni.diffusion.data import DiffusionOutput
@@ -186,6 +189,7 @@ class RolloutPipelineMixin:
             name: sampler.per_row(value_P) for name, value_P in sampler.conditioning.items()
         }
 
+        self.num_rows = len(sampler.sample_keys)
         latents_NLC = self._denoise(sampler, conditioning, sampler.initial_latents(noise.result()))
         pixels_NFHWC = self.adapter.decode(self.vae, latents_NLC, sampling, conditioning)
         result = sampler.result(pixels_NFHWC)
@@ -230,9 +234,9 @@ class RolloutPipelineMixin:
         return {IMAGE_LATENTS: torch.cat(latents)[index_P.to(self.device)]}
 
     def _denoise(self, sampler: BatchSampler, conditioning: Tensors, latents_NLC: Tensor) -> Tensor:
-        """Return latents [N, L, C] at sigma 0, of those at sigma 1.
+        """Return latents [N, L, C] at sigma 0.
 
-        conditioning: a row for each sample.
+        conditioning: a row for each sample. latents_NLC: at sigma 1.
         """
         # on the host at once: to read a sigma later would wait for the GPU
         for sigma in sampler.schedule[:-1].tolist():

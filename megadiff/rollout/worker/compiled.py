@@ -1,42 +1,52 @@
 """Make the most of blocks that vllm-omni compiles: kernels for fixed sizes, rotations that fuse.
 
-vllm-omni compiles them for any size. Of 16 rows of 512² an H200 then takes 230 µs for a modulated
-norm, with fixed sizes 128, and 63 where torch may choose how to reduce. The text's length stays
-free, as it differs from call to call.
+vllm-omni compiles them for any size. With fixed sizes, and rows read once where they fit, norms and
+activations take a third to two thirds of the time (docs/performance.md). The text's length stays
+free, as it differs from call to call. Tested with vllm-omni 0.26 and torch 2.11.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch._inductor.config
+import sympy
+import torch
 from torch import Tensor, nn
 from torch._dynamo import mark_static
+from torch._inductor.choices import InductorChoices
+from torch._inductor.runtime.hints import ReductionHint
 from torch.utils._pytree import tree_leaves
 from vllm_omni.diffusion.layers.rope import RotaryEmbedding
 
 from megadiff.models.adapter import STREAMS
 from megadiff.models.rotary import rotate_pairs
+from megadiff.process.variants import with_own_variants
 
 IMAGE, TEXT = STREAMS
-# Sizes of calls that get kernels of their own: a run's, and those of its gate.
+# Sizes of calls that get kernels of their own: a run's, those of its gate and its evaluations.
 FIXED_SIZES = 4
+# Of a row that is normalised, in numbers. Rows of a head are shorter, a GPU takes many at once.
+LONG_ROWS = range(257, 4097)
 
 
-def tune_blocks(model: nn.Module) -> None:
-    """Prepare a transformer on a GPU, compiled by vllm-omni and not called yet."""
-    # torch then measures two forms of each reduction
-    torch._inductor.config.triton.multi_kernel = 1
+def tune_blocks(model: nn.Module, *, num_rows: Callable[[], int]) -> None:
+    """Prepare a transformer on a GPU, compiled by vllm-omni and not called yet.
+
+    num_rows: samples of the rollout call that runs, 0 for any other.
+    """
+    choices: Any = InductorChoices
+    choices.should_use_persistent_reduction = staticmethod(_reads_rows_once)
     fuse_rotary(model)
-    fix_sizes(model)
+    fix_sizes(model, num_rows=num_rows)
 
 
 def fuse_rotary(model: nn.Module) -> None:
     """Let rotary layers of neighbouring pairs compute in plain torch; no others.
 
-    vllm-omni calls a kernel of its own for each, which reads and writes all of them once more.
+    vllm-omni calls a kernel for each, with a read and a write more of all queries and keys.
     """
     for layer in model.modules():
         # Subclasses take other tables, and say so in a forward of their own.
@@ -44,21 +54,29 @@ def fuse_rotary(model: nn.Module) -> None:
             layer._forward_method = _rotate  # type: ignore[assignment]  # a CustomOp's attribute
 
 
-def fix_sizes(model: nn.Module) -> None:
-    """Let blocks be compiled for the sizes of the first calls, FIXED_SIZES of them.
+def fix_sizes(model: nn.Module, *, num_rows: Callable[[], int]) -> None:
+    """Let blocks be compiled for the sizes of whole rollout calls, the first FIXED_SIZES of them.
 
     A size is the number of rows and, where a block takes text apart from image, of image tokens.
-    All other sizes share kernels for any.
+    All other sizes share kernels for any: of OpenAI requests, and of samples that still share their
+    noise.
     """
     sizes: set[tuple[int, ...]] = set()
     for block in model.modules():
         if type(block).__name__ in getattr(model, "_repeated_blocks", ()):
-            block.forward = _marking(block.forward, sizes)
+            block.forward = _choosing(block.forward, sizes, num_rows)
 
 
-def _marking(compiled: Callable[..., Any], sizes: set[tuple[int, ...]]) -> Callable[..., Any]:
-    """Return a block's compiled forward that marks what is fixed. sizes: all blocks', kept."""
-    signature = inspect.signature(compiled)
+def _choosing(
+    any_size: Callable[..., Any], sizes: set[tuple[int, ...]], num_rows: Callable[[], int]
+) -> Callable[..., Any]:
+    """Return a forward that takes any_size, a block's compiled one, where no size is fixed.
+
+    sizes: that are fixed, of all blocks; filled here.
+    """
+    stock: Any = any_size
+    fixed = torch.compile(with_own_variants(stock._torchdynamo_orig_callable), dynamic=True)
+    signature = inspect.signature(any_size)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
@@ -68,11 +86,15 @@ def _marking(compiled: Callable[..., Any], sizes: set[tuple[int, ...]]) -> Calla
         text = next(iter(_tensors(arguments.get(TEXT))), None)
         size = tuple(image.shape[:1] if text is None else image.shape[:2])
 
-        if size in sizes or len(sizes) < FIXED_SIZES:
+        if len(sizes) < FIXED_SIZES and len(image) == num_rows():
             sizes.add(size)
-            for tensor in tensors:
-                mark_static(tensor, list(_fixed_dims(tensor, image=image, text=text)))
-        return compiled(*args, **kwargs)
+        if size not in sizes:
+            return any_size(*args, **kwargs)
+
+        for tensor in tensors:
+            mark_static(tensor, list(_fixed_dims(tensor, image=image, text=text)))
+        with _compiling_blocks():
+            return fixed(*args, **kwargs)
 
     return forward
 
@@ -84,7 +106,8 @@ def _tensors(value: object) -> list[Tensor]:
 def _fixed_dims(tensor: Tensor, *, image: Tensor, text: Tensor | None) -> Iterator[int]:
     """Yield a block's dimensions that do not change with the text's length."""
     if text is None:  # it is somewhere in the image's stream
-        yield from range(int(tensor.ndim > 0 and len(tensor) == len(image)))
+        if tensor.ndim > 0 and len(tensor) == len(image):
+            yield 0
         return
     lengths = {text.shape[1], text.shape[1] + image.shape[1]}
     for dim, size in enumerate(tensor.shape):
@@ -97,3 +120,30 @@ def _rotate(x_BTHD: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
     """Rotate as vllm-omni's RotaryEmbedding: of tables [B, T, P] the first row holds for all."""
     tables = [table[0] if table.ndim == 3 else table for table in (cos_TP, sin_TP)]
     return rotate_pairs(x_BTHD, *tables)
+
+
+_stock_choice = InductorChoices.should_use_persistent_reduction
+_is_in_block = False  # whether what is compiled now is a block's
+
+
+@contextmanager
+def _compiling_blocks() -> Iterator[None]:
+    global _is_in_block
+    _is_in_block = True
+    try:
+        yield
+    finally:
+        _is_in_block = False
+
+
+def _reads_rows_once(features: Any, cooperative_reduction: bool) -> bool:
+    """Decide for torch whether a kernel keeps a row that it reduces, or reads it twice.
+
+    By rule and not by timing both, as torch's `multi_kernel` does: replicas of a run must round
+    alike. features: of the kernel.
+    """
+    size = features.reduction_numel
+    is_row = features.get_reduction_hint() == ReductionHint.INNER
+    if _is_in_block and is_row and not cooperative_reduction and isinstance(size, sympy.Integer):
+        return int(size) in LONG_ROWS
+    return _stock_choice(features, cooperative_reduction)

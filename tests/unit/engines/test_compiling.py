@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
@@ -25,16 +26,25 @@ class Block(nn.Module):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """(calls a block: rows, tokens of the text; the number of rows that each variant is for)."""
+    """(calls a block: rows, tokens of the text; the number of rows that each variant is for; the
+    same of the variant that each call ran).
+    """
     torch._dynamo.reset()
     variants: list[int | str] = []
+    ran: list[int | str] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> torch.fx.GraphModule:
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
         """Note the rows of the image stream, which comes with its name."""
         nodes = {node.name: node for node in graph.graph.find_nodes(op="placeholder")}
         rows = nodes["l_hidden_states_"].meta["example_value"].shape[0]
-        variants.append(rows if isinstance(rows, int) else "any")
-        return graph
+        rows = rows if isinstance(rows, int) else "any"
+        variants.append(rows)
+
+        def run(*arguments: object) -> object:
+            ran.append(rows)
+            return graph(*arguments)
+
+        return run
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     model = nn.Sequential(Block())
@@ -45,13 +55,13 @@ def compiled(monkeypatch):
         found = model[0](torch.ones(rows, 5, 4), torch.ones(rows, text, 4), torch.ones(rows, 4))
         assert found.shape == (rows, 5, 4)
 
-    yield call, variants
+    yield call, variants, ran
     torch._dynamo.reset()
 
 
 def test_whole_microbatches_are_compiled_for_their_size_whatever_the_gate_asked_for(compiled):
     """A size that varies costs the kernels of training their speed."""
-    call, variants = compiled
+    call, variants, ran = compiled
     with torch.no_grad():
         call(WHOLE, 3)
         call(2, 3)  # the gate's second call
@@ -59,11 +69,12 @@ def test_whole_microbatches_are_compiled_for_their_size_whatever_the_gate_asked_
     call(WHOLE, 3)
     call(WHOLE, 7)
     assert variants == [WHOLE, "any", WHOLE]
+    assert ran == [WHOLE, "any", WHOLE, WHOLE, WHOLE]
 
 
 def test_all_other_sizes_share_a_variant(compiled):
     """The rows of an expert are as many as the noise levels make them."""
-    call, variants = compiled
+    call, variants, _ = compiled
     for rows in (WHOLE, 2, 3, 5, 7, WHOLE):
         call(rows, 3)
     assert variants == [WHOLE, "any"]
