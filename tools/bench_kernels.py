@@ -1,9 +1,9 @@
-"""Microseconds of what a block of Qwen-Image computes around its matrix products, compiled.
+"""Time what a block of Qwen-Image computes around its matrix products, compiled.
 
     python tools/bench_kernels.py [--rows 16] [--tokens 1024]
 
-Prints a table: each part compiled for any size, for its own size, and for that where torch may
-measure two forms of each reduction (`multi_kernel`). Replicas take the last, see
+Prints a table of microseconds: each part compiled for any size, for its own size, and for that
+where torch takes the faster of two forms of a reduction (`multi_kernel`). What replicas take is in
 megadiff/rollout/worker/compiled.py. Without a GPU it runs on the CPU.
 """
 
@@ -30,16 +30,15 @@ CALLS = 20
 WAYS = {  # name → (compiled for any size, multi_kernel)
     "any size": (True, 0),
     "fixed": (False, 0),
-    "fixed, two forms": (False, 1),
+    "fixed, the faster form": (False, 1),
 }
 
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     parts = _parts(options.rows, options.tokens)
-    print(
-        f"{options.rows} rows of {options.tokens} tokens, {(visible_gpus() or [(0, 'CPU')])[0][1]}"
-    )
+    device = [name for _, name in visible_gpus()] or ["CPU"]
+    print(f"{options.rows} rows of {options.tokens} tokens, {device[0]}")
     print(f"| µs | {' | '.join(WAYS)} |\n|---|{'---|' * len(WAYS)}")
     for name, (function, arguments) in parts.items():
         cells = []

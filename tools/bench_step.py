@@ -16,7 +16,7 @@ GPU of rollout and training (the model's own FLOPs: recomputation is not counted
 phase beside what `megadiff plan` says of this config, parity gap, hardware, versions. Without a GPU
 it runs on the CPU. Exit codes: 0 done; 1 the run failed, or was not done after --timeout-s; 2
 something asked for is wrong; 143 SIGTERM. With 1 and 143 the steps that were logged and the ends of
-all logs are shown, and nothing that was started is left running.
+all logs are shown, and nothing that was started is left running. What the run trained is not saved.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ from megadiff.config.schema import Config
 from megadiff.observe.metrics import format_number, read_rows
 from megadiff.planner.memory_plan import USABLE_GIB
 from megadiff.tensors.model_files import ROOT_FILE
+from megadiff.train.stop import AGAIN_S
 
 POLL_S = 0.1
-GRACE_S = 3.0  # only later than two seconds counts a second signal
+GRACE_S = AGAIN_S + 1.0
 STOP_S = 60.0
 LOG_LINES = 25
 

@@ -16,5 +16,5 @@ def rotate_pairs(x_BSHD: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
     sin_S1P2 = torch.stack((-sin_SP, sin_SP), dim=-1).unsqueeze(-3)
     pairs = x_BSHD.float().unflatten(-1, (-1, 2))
     # Each feature reads its neighbour. To take pairs apart and join them again makes a GPU's fused
-    # kernel, a norm before it included, 210 µs long in place of 125 (16 rows of 512²).
+    # kernel nearly twice as long.
     return (pairs * cos_S1P1 + pairs.flip(-1) * sin_S1P2).flatten(-2).to(x_BSHD.dtype)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 def freeze_startup_objects() -> None:
-    """Never walk again through the objects that live now. For when all is loaded, or compiled."""
+    """Never walk again through what lives now. Call it when all is loaded, or compiled."""
     # Half a million objects of the libraries live by then, and a third of a million that torch
     # made to compile blocks. A full collection goes through all of them with the GIL held, 0.1 to
     # 0.3 s and more for large models, and each step makes enough objects to set one off.

@@ -57,7 +57,7 @@ from megadiff.types import DTYPES, Progress, Prompt
 
 logger = logging.getLogger(__name__)
 Evaluate = Callable[[int], dict[str, float]]  # a step → its eval/* metrics; collective
-COMPILING_STEPS = 2  # of a process: later ones compile for few new lengths of texts, if any
+COMPILING_STEPS = 2  # of a process; later ones compile little or nothing
 ENCODE_BATCH_TOKENS = 16_384  # a pass of the VAE: 1,024 images of 64×64, 16 of 512×512
 
 
