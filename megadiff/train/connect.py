@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
+
+import torch.distributed as dist
 
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
 from megadiff.observe.text_files import write_whole
 from megadiff.parallel.collectives import read_once
 from megadiff.parallel.mesh import Mesh
+from megadiff.process.versions import sampling_code
 from megadiff.rollout.client.client import ReplicaClient
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.members import Members
@@ -28,7 +30,14 @@ from megadiff.rollout.client.registry import RegistryWatch, wait_until_announced
 from megadiff.rollout.client.report import Report, no_report
 from megadiff.rollout.client.supervisor import Supervisor
 from megadiff.rollout.spec import flag_of
-from megadiff.train.replicas import log_file, num_replicas, registry_folder, users_of
+from megadiff.train.replicas import (
+    ReplicaUsers,
+    log_file,
+    num_replicas,
+    registry_folder,
+    users_of,
+)
+from megadiff.types import JsonObject
 
 RUN_NAME_CHARS = 100  # of an id, which has RUN_CHARS of rollout.limits at most
 RUN_ID_FILE = "run_id"  # in the run's folder
@@ -59,7 +68,7 @@ def connect(
     """Wait until the replicas are healthy, and give the ranks that share them clients. Collective.
 
     Connections are closed when `stack` is. report: told of what happens to replicas.
-    Raises AgreedError for a separate replica that computes otherwise than the run says.
+    Raises AgreedError for a replica that computes otherwise than the run says, or by other code.
     """
     rollout = config.rollout
     users = users_of(config, mesh)
@@ -67,14 +76,10 @@ def connect(
     registry = registry_folder(folder, users.node) if is_colocated else Path(rollout.registry)
 
     world = mesh.cpu_group
-    # Every rank gets the source's token: a run may have drawn its own, which no environment holds.
     run = read_once(lambda: run_id(config, folder), source=0, group=world, world=world)
-    token = read_once(
-        lambda: processes[0].token if processes else environment_token(),
-        source=users.source,
-        group=users.group,
-        world=world,
-    )
+    code = read_once(sampling_code, source=0, group=world, world=world)
+    check = partial(check_arithmetic, config=config, code=code)
+    token = _shared_token(processes, users, world)
 
     def make_client(name: str, url: str) -> ReplicaClient:
         return ReplicaClient(url, name, timeout_s=rollout.request_timeout_s, token=token, run=run)
@@ -89,7 +94,7 @@ def connect(
             run=run,
         )
         for replica in healthy:
-            check_arithmetic(replica, config)
+            check(replica)
         return {replica["name"]: replica["url"] for replica in healthy}
 
     announced = read_once(announcements, source=users.source, group=users.group, world=world)
@@ -115,9 +120,23 @@ def connect(
         processes,
         fleet=fleet,
         make_client=make_client,
+        check=check,
     )
     stack.enter_context(supervisor)
     return Connection(fleet=fleet, supervisor=supervisor, make_client=make_client)
+
+
+def _shared_token(
+    processes: Sequence[ReplicaProcess], users: ReplicaUsers, world: dist.ProcessGroup
+) -> str | None:
+    """Return the source's token: a run may have drawn its own, which no environment holds."""
+    token: str | None = read_once(
+        lambda: processes[0].token if processes else environment_token(),
+        source=users.source,
+        group=users.group,
+        world=world,
+    )
+    return token
 
 
 def _supervisor(
@@ -129,6 +148,7 @@ def _supervisor(
     *,
     fleet: Fleet,
     make_client: Callable[[str, str], ReplicaClient],
+    check: Callable[[JsonObject], None],
 ) -> Supervisor:
     """Return what watches the announced replicas, name → url, from this rank."""
     rollout = config.rollout
@@ -144,7 +164,7 @@ def _supervisor(
         start_timeout_s=rollout.start_timeout_s,
         min_replicas=min(rollout.min_replicas, num_replicas(config, mesh)),
         processes={process.name: process for process in processes},
-        check=partial(check_arithmetic, config=config),
+        check=check,
         restarts_any_time=not sleeps(config, device_type=mesh.device.type),
         releases=rollout.mode == "separate",  # colocated ones end with their run
         report=fleet.report,
@@ -168,16 +188,21 @@ def run_id(config: Config, folder: Path) -> str:
     return f"{name}-{of_folder}"
 
 
-def check_arithmetic(replica: Mapping[str, Any], config: Config) -> None:
-    """Raise ValueError where a replica computes otherwise than the run says.
+def check_arithmetic(replica: JsonObject, config: Config, *, code: str) -> None:
+    """Raise ValueError where a replica computes otherwise than the run says, or by other code.
 
-    That would show as a parity gap without a cause. replica: its name, url and health.
+    That would show as a parity gap without a cause, or not at all. replica: its name, url and
+    health. code: sampling_code() of rank 0.
     """
     who = f"{replica['name']} at {replica['url']}"
-    arithmetic = replica["health"].get("arithmetic")
-    if not isinstance(arithmetic, dict):
+    told = replica["health"].get("arithmetic")
+    arithmetic = told if isinstance(told, dict) else {}
+    # An installation may have changed under a run that goes on, by `git pull` or setup.sh.
+    if arithmetic.get("code") != code:
         raise ValueError(
-            f"{who} does not say how it computes; start it with this version of megadiff"
+            f"{who} runs {arithmetic.get('code', 'a version that it does not name')!s:.200}, and "
+            f"the run began with {code}; start the replica again from the run's version, or the "
+            "run from the replica's: it goes on from its checkpoint"
         )
 
     dtype = config.model.dtype

@@ -22,6 +22,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import agreed, read_once
 from megadiff.parallel.mesh import Mesh
 from megadiff.process.stacks import FOLDER as STACKS
+from megadiff.process.versions import sampling_code
 from megadiff.rollout.client.processes import ReplicaProcess, environment_token, write_token
 from megadiff.rollout.spec import ReplicaSpec, config_spec
 from megadiff.sync.transports.disk import remove
@@ -108,6 +109,7 @@ def launch(config: Config, mesh: Mesh, adapter: ModelAdapter, folder: Path) -> l
 
     Returns [] on the other ranks.
     """
+    sampling_code()  # now: replicas that start later are compared with what the ranks imported
     if config.rollout.mode != "colocated":
         if config.sync.transport == "disk":
             agreed(

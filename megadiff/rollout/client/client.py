@@ -123,7 +123,7 @@ class ReplicaClient:
         """Return what /health says, to anybody.
 
         name, policy_version, state (ready | updating | asleep), in_flight (calls), outstanding
-        (their samples), run, arithmetic (dtype, fp8, float32_streams), vllm_omni.
+        (their samples), run, arithmetic (code, dtype, fp8, float32_streams), vllm_omni.
         """
         return self._object(
             "GET", "/health", http=self._open, timeout_s=HEALTH_TIMEOUT_S, max_bytes=SMALL_BYTES

@@ -261,6 +261,8 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         self._sync_clients()
 
     def _out(self, name: str, url: str, reason: str) -> None:
+        if name in self.processes:
+            self.processes[name].kill()  # it would keep its memory, and nobody needs it any more
         self.members.refuse(name, url, reason, time.monotonic())
         self.report("replica_refused", replica=name, text=reason)
         logger.warning("%s is left out: %s", name, reason)

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from megadiff.process.versions import sampling_code
 from megadiff.rollout.limits import OUTSTANDING_HEADER, RUN_CHARS, RUN_HEADER
 from megadiff.rollout.proof import REPLICA, TRAINER, is_valid, sign
 from megadiff.rollout.server.body import read_json
@@ -68,6 +69,7 @@ def _add_rollout(app: FastAPI, replica: Replica) -> None:
             "outstanding": replica.load.num_samples,
             # A trainer that computes otherwise would see a parity gap without a cause.
             "arithmetic": {
+                "code": sampling_code(),
                 "dtype": spec.dtype,
                 "fp8": spec.fp8,
                 "float32_streams": spec.float32_streams,

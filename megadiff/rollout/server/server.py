@@ -19,6 +19,7 @@ from megadiff.process.garbage import collection_paused, freeze_startup_objects
 from megadiff.process.lifeline import exit_with, kill_children
 from megadiff.process.stacks import announce
 from megadiff.process.title import set_title
+from megadiff.process.versions import sampling_code
 from megadiff.rollout.proof import is_loopback, is_url
 from megadiff.rollout.spec import ReplicaSpec, process_title
 from megadiff.rollout.stages import check_stages, single_stage
@@ -45,6 +46,7 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
     if spec.parent_pid is not None:
         exit_with(spec.parent_pid)
 
+    sampling_code()  # now, of the files that are about to be imported
     signal.signal(signal.SIGTERM, _on_sigterm)
     check_host(spec.host, token)
     check_url(spec.url, token)

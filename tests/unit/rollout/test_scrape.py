@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megadiff.models.pipeline_base import GPU_BYTES
 from megadiff.models.pipeline_stop import ALIVE_NAME
+from megadiff.process.versions import sampling_code
 from megadiff.rollout.limits import OUTSTANDING_HEADER
 from megadiff.rollout.server import replica as replica_module
 from megadiff.rollout.server.load import Load
@@ -115,6 +116,7 @@ def test_a_replica_counts_what_runs_and_what_waits(url: str, engine: SlowEngine)
     assert busy["megadiff_samples_outstanding"] == 6
     health = httpx.get(f"{url}/health").json()
     assert (health["in_flight"], health["outstanding"]) == (2, 6)
+    assert health["arithmetic"]["code"] == sampling_code()
 
     engine.waits.release()
     wait_for(lambda: len(answers) == 1)

@@ -323,6 +323,22 @@ def test_who_does_not_fit_or_works_for_another_run_is_left_alone(tmp_path, caplo
     assert "odd is left out: odd has fp8=True, the run rollout.fp8=False" in caplog.text
 
 
+def test_one_of_ours_that_starts_again_with_other_code_is_ended(tmp_path) -> None:
+    def check(entry: Mapping[str, Any]) -> None:
+        raise ValueError("a runs megadiff 7, and the run began with megadiff 1")
+
+    with (
+        peers(tmp_path, "a") as (peer,),
+        supervised(tmp_path, peer, ours=True, check=check) as (supervisor, events),
+    ):
+        peer.on_start = peer.serve
+        peer.die()
+        with pytest.raises(ReplicaDied, match=r"a \(out: a runs megadiff 7, and the run began"):
+            supervisor.roster({})
+        assert events[-1] == "replica_refused a"
+        assert peer.deeds == ["kill", "start", "kill"]
+
+
 def test_another_process_at_the_same_address_leads_another_life(tmp_path, caplog) -> None:
     """A service that starts a replica again on its port: it holds no weights of the run's."""
     with peers(tmp_path, "a") as (peer,):

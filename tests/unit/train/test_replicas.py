@@ -41,6 +41,7 @@ MESH = SimpleNamespace(
     cpu_group=None,
     cpu_node_group=None,
 )
+CODE = "megadiff 1, torch 2"
 
 
 @pytest.fixture
@@ -95,19 +96,23 @@ def test_fp8_weights_take_the_place_of_others_where_every_push_brings_all(fp8, s
             {"dtype": "float32", "fp8": False, "float32_streams": False},
             "in float32, the run has model.dtype=bfloat16; restart it with --dtype bfloat16, or",
         ),
-        (None, "does not say how it computes; start it with this version"),
+        (None, "runs a version that it does not name, and the run began with megadiff 1, torch 2"),
+        (
+            {"code": "megadiff 7, torch 2"},
+            "runs megadiff 7, torch 2, and the run began with megadiff 1, torch 2; start the",
+        ),
     ],
 )
 def test_replicas_that_compute_otherwise_are_refused(arithmetic, told):
     replica = {
         "name": "r",
         "url": "http://h:1",
-        "health": {"arithmetic": arithmetic} if arithmetic else {},
+        "health": {"arithmetic": {"code": CODE} | arithmetic} if arithmetic else {},
     }
     with pytest.raises(ValueError, match=told):
-        check_arithmetic(replica, _config(1))
-    alike = {"dtype": "bfloat16", "fp8": False, "float32_streams": False}
-    check_arithmetic(replica | {"health": {"arithmetic": alike}}, _config(1))
+        check_arithmetic(replica, _config(1), code=CODE)
+    alike = {"code": CODE, "dtype": "bfloat16", "fp8": False, "float32_streams": False}
+    check_arithmetic(replica | {"health": {"arithmetic": alike}}, _config(1), code=CODE)
 
 
 def test_a_run_keeps_its_id_and_a_copy_has_another(tmp_path):
