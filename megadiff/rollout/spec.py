@@ -74,6 +74,14 @@ class ReplicaSpec:
         "as the run's model.float32_streams", False, key="model.float32_streams"
     )
 
+    @property
+    def ends_with_run(self) -> bool:
+        """Tell whether a run has started it, in its own folder: nobody needs it once that ends.
+
+        parent_pid does not tell: launch/serve.sh gives it, too.
+        """
+        return self.stacks is not None
+
     def to_json(self) -> str:
         """Return what read_spec() reads."""
         return json.dumps(asdict(self), default=str, indent=1)  # str: of paths

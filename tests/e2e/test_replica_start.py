@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import psutil
 import pytest
 
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
+from megadiff.rollout.server.server import GRACE_S
 from megadiff.tensors.fingerprint import fingerprint
 from tests.e2e.pushes import folder_weights
 from tests.e2e.recompute import gap
@@ -67,8 +70,8 @@ def test_settings_that_cannot_work_end_before_anything_is_loaded(
 
 
 def test_token_parent_and_sigterm(tiny_model: Path, tmp_path: Path) -> None:
-    """Another address needs the token; SIGTERM ends it within seconds and takes its registry entry
-    back.
+    """Another address needs the token. At SIGTERM it takes its registry entry back, finishes the
+    call it has, which takes longer than a moment, and ends.
     """
     secret = tmp_path / "secret"
     secret.write_text("a-secret-of-20-chars\n")
@@ -84,7 +87,16 @@ def test_token_parent_and_sigterm(tiny_model: Path, tmp_path: Path) -> None:
                 assert httpx.post(f"{url}{path}", headers=headers, json={}).status_code == 401
         client = ReplicaClient(url, "replica-7", token="a-secret-of-20-chars")
         assert len(client.generate(REQUEST).latents_GSLC) == 4
-        os.kill(server.process.pid, signal.SIGTERM)
+
+        slow = replace(REQUEST, sampling=replace(SAMPLING, num_inference_steps=800))
+        with ThreadPoolExecutor() as pool:
+            call = pool.submit(client.generate, slow)
+            while not client.health()["in_flight"]:
+                assert not call.done()
+            os.kill(server.process.pid, signal.SIGTERM)
+            signalled_s = time.monotonic()
+            assert len(call.result().latents_GSLC) == 4
+            assert time.monotonic() - signalled_s > 2 * GRACE_S
         assert server.process.wait(20) == 0
         assert not list(server.registry.iterdir())
     finally:

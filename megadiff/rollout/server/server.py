@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # imports torch
 
 logger = logging.getLogger(__name__)
 GRACE_S = 1  # after SIGTERM: for the requests in flight of a replica that ends with its run
-LEAVE_S = 120  # of one that leaves a run which goes on
+LEAVE_S = 120  # of one that leaves a run which goes on: it finishes them
 KEEP_ALIVE_S = 600  # longer than any client's, or a request may meet a connection that closes
 # Seconds of silence before a probe, seconds between probes, and how many stay unanswered.
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
@@ -289,7 +289,7 @@ async def _serve(
                 http=PunctualProtocol,
                 ws="none",
                 log_level="warning",
-                timeout_graceful_shutdown=LEAVE_S if spec.parent_pid is None else GRACE_S,
+                timeout_graceful_shutdown=GRACE_S if spec.ends_with_run else LEAVE_S,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 lifespan="off",
             ),

@@ -16,6 +16,7 @@ from megadiff.parallel.mesh import local_world_size_of
 from megadiff.rollout.client import processes
 from megadiff.rollout.client.processes import environment_token
 from megadiff.rollout.limits import RUN_CHARS
+from megadiff.rollout.spec import ReplicaSpec
 from megadiff.train.connect import check_arithmetic, run_id
 from megadiff.train.replicas import (
     _launch,
@@ -62,6 +63,11 @@ def test_replicas_together_have_the_threads_of_the_trainer(four_threads, count, 
 def test_the_threads_of_all_ranks_of_the_node_count(four_threads, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert _num_threads(_config(1), 1) == 8
+
+
+def test_a_replica_of_a_run_ends_with_it_and_one_of_a_script_does_not():
+    assert replica_spec(_config(1), MESH, Path("run"), name="a").ends_with_run
+    assert not ReplicaSpec(model=Path("m"), parent_pid=1).ends_with_run
 
 
 @pytest.mark.parametrize("streams", [False, True])
