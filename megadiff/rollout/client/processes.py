@@ -70,13 +70,28 @@ class ServerProcess:
                 # a process group of its own, so that stop() reaches the workers too
                 start_new_session=True,
             )
+        self._is_group_gone = False
         if self._gpus:
             # at once, as threads that it starts inherit it
             bind(self.process.pid, self._gpus, name=self.name)
 
+    def exit_code(self) -> int | None:
+        """Return None while it runs. What an ended one has left in its group is killed, once."""
+        code = self.process.poll()
+        if code is not None and not self._is_group_gone:
+            _signal_group(self.process.pid, signal.SIGKILL)
+            # From now on the number may be another's: hours pass before a run ends.
+            self._is_group_gone = True
+        return code
+
+    def send_signal(self, signal_number: int) -> None:
+        """Send a signal to its group, unless it has ended."""
+        if self.exit_code() is None:
+            _signal_group(self.process.pid, signal_number)
+
     def ending(self) -> str:
         """Return how it ended, with the exit code; '' while it runs."""
-        code = self.process.poll()
+        code = self.exit_code()
         if code is None:
             return ""
         how = f"exited with code {code}"
@@ -105,16 +120,15 @@ class ServerProcess:
     def stop(self) -> None:
         """Send SIGTERM to the group, SIGKILL after a grace period; return when it is gone."""
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
-            _signal_group(self.process.pid, signal_number)
+            self.send_signal(signal_number)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_GRACE_S)
                 break
-        # For what the leader may have left in its group.
-        _signal_group(self.process.pid, signal.SIGKILL)
+        self.exit_code()  # what it has left is killed
 
     def kill(self) -> None:
         """End it for good at once, also a stopped one; return when its memory is free."""
-        _signal_group(self.process.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_GRACE_S)
 
@@ -236,8 +250,7 @@ def log_tail(log: Path) -> str:
 def stop_all(processes: Sequence[ServerProcess]) -> None:
     """Ask all to stop first, then wait for each."""
     for process in processes:
-        if process.process.poll() is None:
-            _signal_group(process.process.pid, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
     for process in processes:
         process.stop()
 

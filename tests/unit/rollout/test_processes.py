@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -140,3 +141,30 @@ def test_a_process_that_is_stopped_is_named_also_a_worker(tmp_path: Path) -> Non
     finally:
         process.kill()
     assert process.stopped_pid() == 0 and process.ending()
+
+
+def test_what_a_dead_one_left_is_killed_and_its_number_is_never_signalled_again(tmp_path) -> None:
+    """Hours later the number may be that of a stranger's group."""
+    left = tmp_path / "left"
+    script = f"sleep 60 & echo $! > {left}"
+    command = ["sh", "-c", script]
+    process = processes.ServerProcess("r", command, log=tmp_path / "r.log", environment=os.environ)
+    deadline = time.monotonic() + 10
+    while not process.ending():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    worker = int(left.read_text())
+    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        process.process.pid = bystander.pid
+        process.kill()
+        process.stop()
+        processes.stop_all([process])
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait(10)
