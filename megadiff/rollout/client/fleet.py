@@ -134,8 +134,10 @@ class Fleet(AbstractContextManager["Fleet"]):
                     if drawn is not None:
                         yield from zip(call.indices, drawn.groups, strict=True)
         finally:
-            for future in futures:
-                future.cancel()
+            for future, (_, client) in futures.items():
+                # Interrupted: the replica would draw on for nobody, the next call behind that.
+                if not future.cancel() and future.running():
+                    client.close()
 
     def _known(self) -> tuple[list[str], dict[str, float]]:
         """Return the names of replicas that are of use, and their rates.

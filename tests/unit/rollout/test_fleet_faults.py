@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megadiff.process.bounded_http import TIMED_OUT
+from megadiff.rollout.client import fleet as fleet_module
 from megadiff.rollout.client.client import Drawn, ReplicaClient, ReplicaError
 from megadiff.rollout.client.fleet import CallFailed, Fleet
 from megadiff.rollout.client.processes import ReplicaDied
@@ -18,6 +19,7 @@ from megadiff.rollout.client.report import HUNG, Loss
 from megadiff.rollout.limits import GROUP_BROKE
 from megadiff.sync.transports.base import GroupBrokeError
 from megadiff.types import RolloutRequest
+from tests.unit.process.strangers import Stranger, reply
 from tests.unit.rollout.test_fleet import make_request
 
 Answer = Callable[["FakeReplica", list[RolloutRequest]], object]
@@ -201,6 +203,34 @@ def test_a_connection_that_opened_while_the_others_were_closed_is_closed_too() -
         with pytest.raises(ReplicaDied, match="the connection was closed"):
             fleet.call(replica, FakeReplica.trim)
         assert time.monotonic() - began_s < 10
+
+
+def test_an_interrupted_draw_leaves_no_replica_drawing(monkeypatch) -> None:
+    """The next call would wait behind it. The replica is well, and serves that one."""
+    drawing = threading.Event()
+    hung_up = threading.Event()
+
+    def answer(handler: Any, _: bytes) -> None:
+        if handler.path == "/health":
+            reply(handler, b'{"name": "a"}')
+        else:
+            drawing.set()
+            handler.connection.settimeout(20)
+            if not handler.connection.recv(1):
+                hung_up.set()
+
+    def interrupt(*_: object, **__: object) -> None:
+        drawing.wait(10)
+        raise KeyboardInterrupt
+
+    with Stranger(answer) as stranger:
+        client = ReplicaClient(stranger.url, "a")
+        with Fleet([client], batch_size=2, heartbeat_s=None) as fleet:
+            monkeypatch.setattr(fleet_module, "wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                list(fleet.generate(REQUESTS))
+            assert hung_up.wait(5)
+            assert fleet.lost == {} and client.say_alive() == {"name": "a"}
 
 
 @pytest.mark.parametrize("has_served", [True, False])
