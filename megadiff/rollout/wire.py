@@ -11,11 +11,12 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from torch import Tensor
 
 from megadiff.sync.bucket import own_host_tensor
 from megadiff.types import JsonObject, Prompt, RolloutGroup, RolloutRequest, Sampling, Tensors
@@ -91,7 +92,7 @@ def decode_groups(body: bytes) -> list[RolloutGroup]:
 
     headers = header["groups"]
     sizes = [len(group["sample_indices"]) for group in headers]
-    columns = {name: tensors.pop(name).split(sizes) for name in COLUMNS}
+    columns = {name: _rows(tensors.pop(name), name, sizes) for name in COLUMNS}
     schedule = tensors.pop("schedule")
     conditioning: list[Tensors] = [{} for _ in headers]
 
@@ -100,22 +101,27 @@ def decode_groups(body: bytes) -> list[RolloutGroup]:
         number, _, name = key.partition(".")
         conditioning[int(number)][name] = tensor
 
+    annotations = {name: str(_parameters(RolloutGroup)[name].annotation) for name in PLAIN_FIELDS}
     groups = []
     for index, fields in enumerate(headers):
-        records = {
-            "prompt": read_record(Prompt, fields["prompt"], "prompt"),
-            "sampling": read_record(Sampling, fields["sampling"], "sampling"),
-            "sample_indices": tuple(fields["sample_indices"]),
-        }
+        values: dict[str, Any] = {name: column[index] for name, column in columns.items()}
+        for name, annotation in annotations.items():
+            values[name] = _field(fields[name], annotation, f"group.{name}")
         group = RolloutGroup(
-            **{name: fields[name] for name in PLAIN_FIELDS} | records,
+            **values,
             schedule=schedule,
             conditioning=conditioning[index],
-            **{name: column[index] for name, column in columns.items()},
         )
         groups.append(group)
 
     return groups
+
+
+def _rows(column: Tensor, name: str, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return each group's rows of a column. Raises ValueError where there are others."""
+    if not column.dim() or len(column) != sum(sizes):
+        raise ValueError(f"{name} is of shape {list(column.shape)} for {sum(sizes)} samples")
+    return column.split(list(sizes))
 
 
 def _header(group: RolloutGroup) -> JsonObject:

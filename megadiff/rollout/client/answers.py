@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megadiff.types import RolloutGroup, RolloutRequest
+from megadiff.types import RolloutGroup, RolloutRequest, Sampling
 
 JSON_BYTES = 2**26  # the fingerprints of a large model's tensors, of several workers, are some MiB
 CONDITIONING_BYTES = 2**28  # of a group's embeddings and masks
 
 
 def check_groups(groups: Sequence[RolloutGroup], requests: Sequence[RolloutRequest]) -> None:
-    """Raise ValueError where the groups are not those that were asked for, in order."""
+    """Raise ValueError where the groups are not those that were asked for, in order.
+
+    Also where columns have shapes that no such samples have.
+    """
     asked = [(request.prompt.id, request.sample_indices) for request in requests]
     answered = [(group.prompt.id, group.sample_indices) for group in groups]
     if answered != asked:
@@ -22,6 +25,24 @@ def check_groups(groups: Sequence[RolloutGroup], requests: Sequence[RolloutReque
                 f"prompt {group.prompt.id} was drawn with version {group.policy_version}, and "
                 f"asked for with {request.policy_version}"
             )
+        _check_shapes(group, request.sampling)
+
+
+def _check_shapes(group: RolloutGroup, sampling: Sampling) -> None:
+    size_FHWC = [sampling.num_frames, sampling.height, sampling.width, 3]
+    if list(group.pixels_GFHWC.shape[1:]) != size_FHWC:
+        raise ValueError(
+            f"prompt {group.prompt.id} has pixels of shape {list(group.pixels_GFHWC.shape)}, and "
+            f"was asked for with {size_FHWC} a sample"
+        )
+    latents = list(group.latents_GSLC.shape)
+    log_probs = list(group.log_probs_GW.shape)
+    # a window of W steps has a state before and after each of them
+    if len(latents) != 4 or len(log_probs) != 2 or latents[1] != log_probs[1] + 1:
+        raise ValueError(
+            f"prompt {group.prompt.id} has latents of shape {latents}, which must be [G, W + 1, "
+            f"L, C], and log_probs of {log_probs}, [G, W]"
+        )
 
 
 def groups_bytes(requests: Sequence[RolloutRequest]) -> int:

@@ -202,7 +202,8 @@ class ReplicaClient:
         try:
             groups = decode_groups(answer.body)
             check_groups(groups, requests)
-        except (ValueError, LookupError, TypeError) as error:
+        # JSON that is nested too deeply ends in a RecursionError
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             text = f"POST /rl/generate has an unusable answer: {error!r:.300}"
             raise ReplicaError(self.name, None, text) from error
         timings = answer.headers.get("server-timing", "")

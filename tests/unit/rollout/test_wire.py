@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from megadiff.process.bounded_http import Answer
+from megadiff.rollout.client.client import ReplicaClient, ReplicaError
 from megadiff.rollout.wire import (
     decode_groups,
     encode_groups,
@@ -165,6 +167,47 @@ def test_columns_of_another_version_are_named() -> None:
     tensors["latents"] = tensors.pop("latents_GSLC")
     with pytest.raises(ValueError, match="lack latents_GSLC; .* the same megadiff"):
         decode_groups(save(tensors, metadata=metadata))
+
+
+ROWS = torch.zeros(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "header"),
+    [
+        ({"log_probs_GW": torch.zeros(3, 2)}, {}),  # of three samples
+        ({"log_probs_GW": torch.zeros(())}, {}),
+        ({"log_probs_GW": torch.zeros(2, 3)}, {}),  # of another window
+        ({"latents_GSLC": ROWS}, {}),
+        ({"pixels_GFHWC": ROWS}, {}),
+        ({"pixels_GFHWC": torch.zeros(2, 1, 48, 64, 3, dtype=torch.uint8)}, {}),
+        ({"x.prompt_embeds": ROWS}, {}),
+        ({}, {"window_start": "2"}),
+        ({}, {"policy_version": None}),
+        ({}, {"sample_indices": 2}),
+        ({}, {"sampling": {}}),
+        ({}, None),
+    ],
+)
+def test_an_odd_answer_counts_as_none(tensors, header, monkeypatch) -> None:
+    """It is drawn again, and does not end the run."""
+    body = encode_groups([make_group()])
+    length = int.from_bytes(body[:8], "little")
+    metadata = json.loads(body[8 : 8 + length])["__metadata__"]
+    if header is None:
+        metadata["megadiff"] = "[" * 100_000
+    else:
+        group = json.loads(metadata["megadiff"])["groups"][0]
+        metadata["megadiff"] = json.dumps({"groups": [group | header]})
+    odd = save(load(body) | tensors, metadata=metadata)
+
+    client = ReplicaClient("http://127.0.0.1:1", "a")
+    answers = [Answer(status=200, headers={}, body=answer) for answer in (body, odd)]
+    monkeypatch.setattr(client, "_call", lambda *_, **__: answers.pop(0))
+    assert len(client.draw([make_request()]).groups) == 1
+    with pytest.raises(ReplicaError, match="has an unusable answer") as raised:
+        client.draw([make_request()])
+    assert raised.value.status is None
 
 
 def test_bytes_that_are_no_group() -> None:
