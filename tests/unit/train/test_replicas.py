@@ -14,7 +14,7 @@ import torch
 from megadiff.config.schema import Config, ModelConfig, RolloutConfig, RunConfig
 from megadiff.parallel.mesh import local_world_size_of
 from megadiff.rollout.client import processes
-from megadiff.rollout.client.processes import environment_token
+from megadiff.rollout.client.processes import TOKEN_FILE, environment_token
 from megadiff.rollout.limits import RUN_CHARS
 from megadiff.rollout.spec import ReplicaSpec
 from megadiff.train.connect import check_arithmetic, run_id
@@ -63,6 +63,14 @@ def test_replicas_together_have_the_threads_of_the_trainer(four_threads, count, 
 def test_the_threads_of_all_ranks_of_the_node_count(four_threads, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert _num_threads(_config(1), 1) == 8
+
+
+def test_readme_names_the_files_of_a_runs_replicas():
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    run = Path("runs/NAME")
+    registry = replica_spec(_config(1), MESH, run, name="replica_0").registry
+    assert f"`url` of `{registry / 'replica_0.json'}`" in readme
+    assert f"$(cat {registry_folder(run) / TOKEN_FILE})" in readme
 
 
 def test_a_replica_of_a_run_ends_with_it_and_one_of_a_script_does_not():
