@@ -9,12 +9,14 @@ Tested with httpcore 1.0.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import httpcore
 
@@ -94,9 +96,11 @@ class BoundedHttp:
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self.url = url
+        authorities = None
+        if url.startswith("https:"):
+            authorities = _authorities(os.environ.get("SSL_CERT_FILE"))
         self._pool = httpcore.ConnectionPool(
-            # httpcore would read the certificates anew, 50 ms, for each connection
-            ssl_context=httpcore.default_ssl_context() if url.startswith("https:") else None,
+            ssl_context=authorities,
             # the callers' thread pools are the bound
             max_connections=None,
             keepalive_expiry=keep_alive_s,
@@ -145,6 +149,16 @@ class BoundedHttp:
                     "set SSL_CERT_FILE to the certificate of the authority that signed it"
                 ) from error
             raise NoAnswer(f"{asked} failed: {error!r}") from error
+
+
+@cache
+def _authorities(file: str | None) -> ssl.SSLContext:
+    """Return what checks certificates. file: of SSL_CERT_FILE, where OpenSSL looks for it itself.
+
+    A registry is looked at every second, with a client for each address: to read the certificates
+    takes 50 ms.
+    """
+    return httpcore.default_ssl_context()
 
 
 def _until(deadline: float) -> dict[str, dict[str, float]]:

@@ -1,6 +1,7 @@
 """Answers that are too slow or too large end in time, whatever is slow or large about them."""
 
 import socket
+import ssl
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -136,3 +137,20 @@ def test_a_closed_stream_is_not_used_again():
     with pytest.raises(httpcore.ReadError, match="closed"):
         stream.read(100, time.monotonic() + 20)
     assert inner.deeds == ["descriptor is free"]
+
+
+def test_certificates_are_read_once_for_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again where a session has set SSL_CERT_FILE meanwhile."""
+    num_read = []
+
+    def read() -> ssl.SSLContext:
+        num_read.append(1)
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+    monkeypatch.setattr(httpcore, "default_ssl_context", read)
+    for file in ("/one.pem", "/other.pem"):
+        monkeypatch.setenv("SSL_CERT_FILE", file)
+        for port in range(1, 4):
+            BoundedHttp(f"https://127.0.0.1:{port}").close()
+    BoundedHttp("http://127.0.0.1:1").close()
+    assert len(num_read) == 2
