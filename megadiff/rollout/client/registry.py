@@ -221,11 +221,14 @@ class RegistryWatch:
         longer, what they answered before does not count.
         """
         self._settled = settled
-        for address in self._visits.keys() & set(settled):
-            del self._visits[address]
-
         self._warn_of_writers()
         self.claims, self._left_out = self._read()
+        # A service that starts its replicas again on other ports has any number of addresses.
+        claimed = {claim.address for claim in self.claims}
+        for address in self._first_seen_s.keys() - claimed:
+            del self._first_seen_s[address]
+        for address in self._visits.keys() - (claimed - set(settled)):
+            del self._visits[address]
 
         for claim in self.claims:
             address = claim.address

@@ -10,6 +10,7 @@ from pathlib import Path
 from megadiff.models.pipeline_stop import ALIVE_NAME
 
 NEW_SHAPE_S = 900.0  # compiled, a first call has taken four minutes
+MAX_SHAPES = 1000  # that are known: image requests come in any size and guidance
 
 
 class EngineProgress:
@@ -39,7 +40,10 @@ class EngineProgress:
 
         def note_samples() -> None:
             seconds = time.monotonic() - began_s
-            self._shape_s[shape] = min(seconds, self._shape_s.get(shape, seconds))
+            before_s = self._shape_s.pop(shape, seconds)
+            self._shape_s[shape] = min(seconds, before_s)  # as the last
+            if len(self._shape_s) > MAX_SHAPES:
+                del self._shape_s[next(iter(self._shape_s))]  # drawn longest ago
 
         try:
             yield note_samples

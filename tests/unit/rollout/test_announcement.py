@@ -69,6 +69,20 @@ def test_what_cannot_be_read_is_not_gone(tmp_path, replica_a, monkeypatch):
     watch.close()
 
 
+def test_addresses_that_are_announced_no_longer_are_forgotten(tmp_path, replica_a):
+    watch = RegistryWatch(tmp_path, token=None, run="mine")
+    for _ in range(3):
+        with replica_routes("b") as url, announced(tmp_path, name="b", url=url):
+            while len(watch.look()) < 2:
+                pass
+            assert watch.names() == {"a", "b"}
+    watch.look()
+    assert [address.name for address in watch._visits] == ["a"]
+    assert [address.name for address in watch._first_seen_s] == ["a"]
+    assert watch.look(settled=[("a", replica_a)]) == [] and not watch._visits
+    watch.close()
+
+
 def test_it_is_gone_before_a_connection_is_closed(tmp_path):
     """Else the client that sees it closed takes the replica for dead, and not for one that left."""
 

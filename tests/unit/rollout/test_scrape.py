@@ -21,7 +21,7 @@ from megadiff.process.versions import sampling_code
 from megadiff.rollout.limits import OUTSTANDING_HEADER
 from megadiff.rollout.server import replica as replica_module
 from megadiff.rollout.server.load import Load
-from megadiff.rollout.server.progress import NEW_SHAPE_S, EngineProgress
+from megadiff.rollout.server.progress import MAX_SHAPES, NEW_SHAPE_S, EngineProgress
 from megadiff.rollout.server.replica import Replica
 from megadiff.sync.bucket import bucket_manifest
 from tests.unit.rollout.served import serving
@@ -194,6 +194,17 @@ def test_a_first_call_of_a_shape_excuses_others_until_it_must_have_compiled(
         assert progress.silent_s() == 0
         now[0] += 2
         assert progress.silent_s() == NEW_SHAPE_S + 1 - 5
+
+
+def test_shapes_are_forgotten_that_were_drawn_longest_ago(tmp_path: Path) -> None:
+    """Not the run's own, which it draws again and again between images of any guidance."""
+    progress = EngineProgress(tmp_path)
+    for guidance in range(2 * MAX_SHAPES):
+        for shape in ("run", guidance):
+            with progress.drawing(shape) as note_samples:
+                note_samples()
+    assert len(progress._shape_s) == MAX_SHAPES
+    assert {"run", 2 * MAX_SHAPES - 1} < progress._shape_s.keys()
 
 
 def test_a_clock_that_jumps_is_no_silence(
