@@ -112,6 +112,8 @@ export SLURM_CPU_BIND=none
 # --gpus=16 of two nodes all 16 of one node.
 unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK
 unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET
+# The submitting shell's would be that of all nodes: launch/torchrun.sh takes it before Slurm's.
+unset NODE_RANK
 # --export: under sbatch --export=NONE tasks would lose the token.
 step=(srun --export=ALL "${container[@]}")
 on_first_node=(--job-name=check --nodes=1 --ntasks=1 --relative=0)

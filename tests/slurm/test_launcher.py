@@ -16,11 +16,15 @@ TWO = ("--nodes=2",)
 
 
 def test_a_separate_run_has_addresses_a_token_and_a_log_of_each_node(submit_stub):
-    """And a rank on each GPU of the node, though the job has asked for none."""
+    """And a rank on each GPU of the node, though the job has asked for none.
+
+    NODE_RANK is left in the submitting shell by a start without Slurm.
+    """
     nvidia_smi = submit_stub.repository / ".venv/bin/nvidia-smi"
     nvidia_smi.write_text("#!/bin/sh\necho 0\necho 1\n")
     nvidia_smi.chmod(0o755)
-    run = submit_stub("separate", sbatch=("--nodes=3",), ROLLOUT_NODES="1", REPLICAS="2")
+    settings = {"ROLLOUT_NODES": "1", "REPLICAS": "2", "NODE_RANK": "1"}
+    run = submit_stub("separate", sbatch=("--nodes=3",), **settings)
     run.ends("COMPLETED", s=40)
     nvidia_smi.unlink()
     logs = {path.name: path.read_text() for path in run.folder.glob("logs/latest/*.log")}
