@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -149,6 +150,11 @@ class SignalPipe:
     def __init__(self) -> None:
         # set_wakeup_fd() takes a non-blocking descriptor only
         self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # Not by whoever stops listening: a thread may still wait here, and the number of a closed
+        # descriptor is soon another file's. Such a thread refers to this object.
+        for descriptor in self._pipe:
+            finalizer = weakref.finalize(self, os.close, descriptor)
+            finalizer.atexit = False  # daemon threads wait here until the process is gone
 
     def open(
         self, handler: Callable[[int, object], None], numbers: Sequence[int] = SIGNALS

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,6 +189,25 @@ def test_sigterm_grants_what_the_environment_says(monkeypatch):
         monkeypatch.setenv("MEGADIFF_STOP_GRACE_S", text)
         with pytest.raises(ValueError, match="MEGADIFF_STOP_GRACE_S='.*' is no number of seconds"):
             StopRequests()
+
+
+def test_a_process_that_trains_many_times_keeps_its_descriptors():
+    """As a notebook's kernel does. A thread that still listens must not meet a closed one."""
+    requests = StopRequests()
+    listener = threading.Thread(target=requests.listen, args=(0.5,))
+    listener.start()
+    gc.collect()  # other tests'
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        StopRequests()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+    del requests
+    assert len(os.listdir("/proc/self/fd")) == before
+    listener.join()
+    del listener
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before - 2
 
 
 PROGRAM = """
