@@ -52,7 +52,8 @@ def train(config: Config) -> Path:
     """Train in this process, as `megadiff train` does with one rank; return the run's folder.
 
     An earlier run in that folder goes on. Signals are the run's meanwhile: Ctrl-C, or a notebook's
-    interrupt, saves the last finished step and raises KeyboardInterrupt.
+    interrupt, saves the last finished step and raises KeyboardInterrupt. Another one meanwhile
+    changes nothing.
     Raises ValueError for a wrong config, for one of several ranks and outside the main thread,
     RuntimeError for a run that was asked to stop, and what the run itself raises.
     """
@@ -66,7 +67,7 @@ def train(config: Config) -> Path:
 
     with _own_signals():
         try:
-            train_rank(config, world_size=1)
+            train_rank(config, world_size=1, ends_process=False)
         except SystemExit as stop:
             if stop.code == 128 + signal.SIGINT:
                 raise KeyboardInterrupt from None

@@ -109,16 +109,17 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def train_rank(config: Config, *, world_size: int) -> None:
+def train_rank(config: Config, *, world_size: int, ends_process: bool = True) -> None:
     """Train as one rank of a run, in the main thread; its process group stays.
 
+    ends_process: whether a run that is asked to stop and cannot, or is asked again, ends this
+    process.
     Raises what main() turns into an exit code, SystemExit among it: a signal asked to stop.
     """
-    building = BuildWatch()
+    building = BuildWatch(ends_process=ends_process)
     launcher = _Launcher()
 
     with ExitStack() as stack:
-        stack.callback(launcher.all_closed)
         stack.callback(building.over)
         layout, adapter, data, scorer = check(config, world_size=world_size, stack=stack)
 
@@ -155,7 +156,7 @@ def train_rank(config: Config, *, world_size: int) -> None:
 
         freeze_startup_objects()
         building.over()
-        run.rescue.start()
+        run.rescue.start(ends_process=ends_process)
         launcher.rescue = run.rescue
 
         try:
@@ -249,11 +250,6 @@ class _Launcher:
         pid = launcher_pid()
         if pid is not None:
             watch(os.pidfd_open(pid), self._gone)
-
-    def all_closed(self) -> None:
-        """Tell a rescue that nothing is left to close."""
-        if self.rescue is not None:
-            self.rescue.all_closed()
 
     def _gone(self) -> None:
         if self.rescue is not None:

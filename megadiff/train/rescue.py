@@ -86,11 +86,14 @@ class Rescue:
         self._reason = ""
         self._is_last_save = False  # all ranks write the checkpoint after which they leave
         self._patience_s = ANSWER_S
-        self._closing: threading.Timer | None = None
         self._thread = threading.Thread(target=self._run, name="rescue", daemon=True)
 
-    def start(self) -> None:
-        """Take over SIGTERM and SIGINT, and listen. Every rank's board is laid out by now."""
+    def start(self, *, ends_process: bool = True) -> None:
+        """Take over SIGTERM and SIGINT, and listen. Every rank's board is laid out by now.
+
+        ends_process: as StopRequests has it.
+        """
+        self.requests.ends_process = ends_process
         self.board.say()
         self.requests.pipe.open(self._on_signal)
         self._thread.start()
@@ -101,17 +104,15 @@ class Rescue:
         self.requests.pipe.wake()
         self._thread.join(timeout=1.0)
         signal.set_wakeup_fd(-1)
+        if not self.requests.ends_process:
+            handle_signals(lambda *_: None)  # half-closed replicas would keep their GPU memory
+            return
         is_leaving = self.requests.is_over or self._is_last_save
         handle_signals(lambda number, _: end_now(self.exit_code if is_leaving else 128 + number))
         if is_leaving or self._main_failed.is_set():
-            self._closing = threading.Timer(CLOSE_S, os._exit, args=(self.exit_code,))
-            self._closing.daemon = True
-            self._closing.start()
-
-    def all_closed(self) -> None:
-        """End the watch over an early end's closing: a notebook's process goes on."""
-        if self._closing is not None:
-            self._closing.cancel()
+            closing = threading.Timer(CLOSE_S, os._exit, args=(self.exit_code,))
+            closing.daemon = True
+            closing.start()
 
     def finish_step(self, progress: Progress, prompts: dict) -> None:
         """Count a finished step in progress. Its weights are what a rescue saves from now on."""
@@ -209,7 +210,8 @@ class Rescue:
             self.board.own_state.rank == 0
             and self._finished.progress.step > self.checkpoints.saved_step
         ):
-            logger.warning("%s: saving; a second signal ends at once, without it", reason)
+            at_once = "; a second signal ends at once, without it"
+            logger.warning("%s: saving%s", reason, at_once if self.requests.ends_process else "")
 
         states = self._settled()
         first = states[0]
@@ -334,13 +336,16 @@ class Rescue:
         return ""
 
     def _leave(self) -> None:
-        """Make the main thread unwind, which stops replicas; end the process if it cannot."""
+        """Make the main thread unwind, which stops replicas; end the process if it cannot.
+
+        A notebook's main thread unwinds when its call into C returns.
+        """
         self.requests.is_over = True
         # A real signal, as it may wait for a lock: one that Python only notes would not wake it.
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGTERM)
-        if not self._stopped.wait(LEAVE_S):
+        if not self._stopped.wait(LEAVE_S) and self.requests.ends_process:
             end_now(self.exit_code)
 
     def _end_at_a_second_signal(self) -> None:

@@ -187,6 +187,8 @@ class StopRequests:
     """Decide, from what one process is asked and how long its steps take, when it must leave.
 
     A thread listens. The main thread tells how long steps and checkpoints take.
+    ends_process: whether to end it when leaving takes too long, or is asked for again; not a
+    notebook's, whose variables would be lost.
     """
 
     def __init__(self, files: StopFiles | None = None) -> None:
@@ -194,6 +196,7 @@ class StopRequests:
         self.first: StopRequest | None = None
         self.pipe = SignalPipe()
         self.is_over = False  # the process ends: signals ask for nothing more
+        self.ends_process = True
         self.save_s = SAVE_GUESS_S
         self._num_own = 0  # signals to the main thread that are still to be heard here
         self._asked_s = 0.0
@@ -219,7 +222,7 @@ class StopRequests:
         return time.monotonic() >= self._drop_s
 
     def listen(self, timeout_s: float = LISTEN_S) -> None:
-        """Hear requests for at most timeout_s. A second one ends the process."""
+        """Hear requests for at most timeout_s. A second one ends the process, if it may."""
         numbers = []
         for number in self.pipe.wait(timeout_s):
             if number == signal.SIGUSR1 and self._num_own:
@@ -255,8 +258,11 @@ class StopRequests:
         elif not request.grant_s and now < self._drop_s:
             self._drop_s = now  # the step does not fit any more
         elif now - self._asked_s > AGAIN_S:
-            logger.error("a second signal: ending at once, nothing more is saved")
-            end_now(request.exit_code)
+            if self.ends_process:
+                logger.error("a second signal: ending at once, nothing more is saved")
+                end_now(request.exit_code)
+            # The main thread cannot leave before: the next train() would meet this one's save.
+            logger.warning("%s: the run ends once it is saved", request.reason)
         else:
             return
         self._asked_s = now
@@ -275,10 +281,14 @@ class Unwinding(SystemExit):
 
 
 class BuildWatch:
-    """End the process soon when it is asked to while the run is built: there is nothing to save."""
+    """Unwind soon when asked to while the run is built: there is nothing to save.
 
-    def __init__(self) -> None:
+    ends_process: as StopRequests has it.
+    """
+
+    def __init__(self, *, ends_process: bool = True) -> None:
         self.requests = StopRequests()
+        self.requests.ends_process = ends_process
         self._unwinds = False
         self._is_lost = False  # its SystemExit
         self._over = threading.Event()
@@ -336,7 +346,8 @@ class BuildWatch:
             requests.listen(0.1)
             if self._is_lost:
                 requests.interrupt()
-            if time.monotonic() - began > LEAVE_S + CLOSE_S * self._unwinds:
+            is_late = time.monotonic() - began > LEAVE_S + CLOSE_S * self._unwinds
+            if is_late and requests.ends_process:
                 end_now(request.exit_code)
 
 

@@ -242,7 +242,7 @@ def act(arguments: list[str]) -> int:
     folder = Path(arguments[1])
     rank = Rank(0, 1, folder, random.Random(0))
     rank.rescue.board.lay_out()
-    rank.rescue.start()
+    rank.rescue.start(ends_process=case != "notebook")
     rank.rescue.finish_step(rank.progress, {})
     try:
         if case == "gate":  # it waits for a step that a rescue holds up
@@ -282,6 +282,19 @@ def act(arguments: list[str]) -> int:
             signal.signal(signal.SIGALRM, lambda *_: None)
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             time.sleep(2.5)
+        if case == "notebook":  # asked twice while it saves, deaf when it should leave, asked again
+            rescue_module.LEAVE_S = 0.5
+            complete = rank.checkpoints.complete
+            rank.checkpoints.complete = lambda *values: (time.sleep(4), complete(*values))
+            for after_s in (0.1, 3.0):
+                threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            time.sleep(7)
+            with pytest.raises(SystemExit, match="130"):
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            rank.rescue.stop()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
         if case == "closing":
             rank.rescue.stop()
             os.kill(os.getpid(), signal.SIGINT)
@@ -303,6 +316,7 @@ def act(arguments: list[str]) -> int:
         ("fork", 0, False),
         ("other signal", 0, False),
         ("closing", 130, False),
+        ("notebook", 0, True),
     ],
 )
 def test_signals_of_a_real_process(tmp_path, case, code, saved):

@@ -106,6 +106,16 @@ def test_a_second_request_ends_the_process(clock):
         requests._ask(USR1)
 
 
+def test_a_second_request_leaves_a_notebook_alive(clock, caplog):
+    requests = requests_after(clock, step_s=10, elapsed_s=1, save_s=1)
+    requests.ends_process = False
+    for _ in range(3):
+        requests._ask(SIGTERM)
+        clock.now += 2.1
+    assert requests.must_drop() and requests.first == SIGTERM
+    assert caplog.messages == ["SIGTERM: the run ends once it is saved"] * 2
+
+
 @pytest.mark.parametrize(
     ("text", "grant_s"),
     [("90", 90), (" 7.5\n", 7.5), ("0", 0), ("soon", 240), ("nan", 240), ("-1", 240), ("é", 240)],
@@ -217,7 +227,7 @@ from megadiff.train import stop
 case, folder = sys.argv[1], Path(sys.argv[2])
 stop.LEAVE_S = 0.5
 stop.CLOSE_S = 1.0
-watch = stop.BuildWatch()
+watch = stop.BuildWatch(ends_process="notebook" not in case)
 files = stop.StopFiles(folder)
 files.begin()
 watch.requests.files = files
@@ -226,7 +236,8 @@ try:
     if "deaf" in case:  # a collective that no other rank joins
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGTERM])
         threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
-        ctypes.CDLL(None).sleep(20)
+        ctypes.CDLL(None).sleep(3 if "notebook" in case else 20)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGTERM])
     elif "file" in case:
         (folder / "stop").write_text("60")
     elif "dropped" in case:  # Python drops what is raised in a weak reference's callback
@@ -242,7 +253,7 @@ try:
         time.sleep(0.1)
 finally:
     if "slow" in case:
-        time.sleep(20)
+        time.sleep(4 if "notebook" in case else 20)
     print("closed", flush=True)
     watch.over()
 """
@@ -258,6 +269,8 @@ finally:
         ("term_dropped", 143, True),
         ("slow usr1", 75, False),
         ("deaf usr1", 75, False),
+        ("slow usr1 notebook", 75, True),
+        ("deaf usr1 notebook", 75, True),
     ],
 )
 def test_a_run_that_is_built_ends_soon(tmp_path, case, code, closes):
