@@ -108,6 +108,13 @@ if [[ -n $te ]]; then
   CUDA_HOME=$(find_cuda)
   export CUDA_HOME
 fi
+# Python's own note of where it was made. Moved, its programs name an interpreter that is gone; and
+# copied, they run the code of the clone that it comes from.
+made_as=$(sed -n 's|^command = .* -m venv [^/]*||p' "$VENV/pyvenv.cfg" 2>/dev/null || true)
+if [[ $made_as && ! $made_as -ef $VENV ]]; then
+  die "$PWD/.venv was made as $made_as, and its programs look there for Python and megadiff;" \
+    "remove it (rm -r .venv), then run launch/setup.sh $set${te:+ $te}"
+fi
 lock=launch/requirements-$set.txt
 te_lock=launch/requirements-te.txt
 inputs=(launch/setup.sh launch/uv_install.py "$lock" "$te_lock" pyproject.toml)

@@ -23,16 +23,18 @@ sys.exit(bool(os.environ.get("FAIL")) and sys.argv[-2:] == ["-e", "."])
 @pytest.fixture
 def setup(tmp_path):
     """Run setup.sh in a repository of its own, whose Python only notes its calls."""
-    root = tmp_path / "repository"
-    shutil.copytree(ROOT / "launch", root / "launch")
-    shutil.copy(ROOT / "pyproject.toml", root)
-    python = root / ".venv/bin/python"
+    repository = tmp_path / "repository"
+    shutil.copytree(ROOT / "launch", repository / "launch")
+    shutil.copy(ROOT / "pyproject.toml", repository)
+    python = repository / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text(STUB)
     python.chmod(0o755)
     calls = tmp_path / "calls"
 
-    def run(*arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+    def run(
+        *arguments: str, root: Path = repository, **environment: str
+    ) -> tuple[subprocess.CompletedProcess, list[str]]:
         calls.write_text("")
         values = {"PATH": "/usr/bin:/bin", "CALLS": str(calls)} | environment
         command = ["bash", str(root / "launch/setup.sh"), *arguments]
@@ -78,6 +80,28 @@ def test_an_interrupted_set_is_not_mixed_with_the_other(setup):
     assert done.returncode == 1 and ".venv holds the other set" in done.stderr
     assert not any("uv_install.py" in call for call in calls)
     assert setup("cpu")[0].returncode == 0
+
+
+@pytest.mark.parametrize("way", ["moved", "copied"])
+def test_an_environment_of_another_clone_is_not_up_to_date(setup, tmp_path, way):
+    """Its programs start the other clone's Python, or none."""
+    clone = tmp_path / "a clone"
+    shutil.copytree(ROOT / "launch", clone / "launch")
+    shutil.copy(ROOT / "pyproject.toml", clone)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=clone, check=True)
+    (clone / ".venv/bin/python").unlink()
+    shutil.copy(tmp_path / "repository/.venv/bin/python", clone / ".venv/bin")
+    assert setup("cpu", root=clone)[0].returncode == 0
+    linked = tmp_path / "linked"  # by another name, but the same
+    linked.symlink_to(clone)
+    assert "up to date" in setup("cpu", root=linked)[0].stdout
+
+    other = tmp_path / "other"
+    shutil.move(clone, other) if way == "moved" else shutil.copytree(clone, other)
+    done, calls = setup("cpu", root=other)
+    assert done.returncode == 1 and calls == []
+    assert f"{other}/.venv was made as {clone}/.venv" in done.stderr
+    assert "remove it (rm -r .venv), then run launch/setup.sh cpu" in done.stderr
 
 
 @pytest.mark.parametrize(
