@@ -101,6 +101,7 @@ fi
 
 rollout_nodes=${ROLLOUT_NODES:-0}
 [[ $rollout_nodes =~ ^[0-9]+$ ]] || die "ROLLOUT_NODES=$rollout_nodes is no number of nodes"
+rollout_nodes=$((10#$rollout_nodes)) # 08 is no octal number
 num_nodes=${SLURM_JOB_NUM_NODES:-${NODES:-$((rollout_nodes + 1))}}
 num_trainers=$((num_nodes - rollout_nodes))
 ((num_trainers > 0)) ||

@@ -40,9 +40,10 @@ else
   NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}}
   MASTER_ADDR=${MASTER_ADDR:-}
   [[ $NNODES =~ ^[1-9][0-9]*$ ]] || die "NNODES=$NNODES is no number of machines; set 1 or more"
-  if [[ ! $NODE_RANK =~ ^[0-9]+$ ]] || ((NODE_RANK >= NNODES)); then
+  if [[ ! $NODE_RANK =~ ^[0-9]+$ ]] || ((10#$NODE_RANK >= NNODES)); then
     die "NODE_RANK='$NODE_RANK' of NNODES=$NNODES machines; set each one's number, from 0"
   fi
+  NODE_RANK=$((10#$NODE_RANK)) # 08 is no octal number
   [[ $MASTER_ADDR ]] ||
     die "NNODES=$NNODES but no MASTER_ADDR; set it to the name or address of machine 0"
 

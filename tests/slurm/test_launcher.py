@@ -190,7 +190,7 @@ def test_mistakes_are_told_at_once(submit_stub, tmp_path):
 
 @pytest.mark.parametrize("image", ["", "image.sqsh"])
 def test_dry_run_prints_the_commands_and_starts_nothing(submit_stub, image):
-    settings = {"NODES": "3", "GPUS": "8", "ROLLOUT_NODES": "1", "CONTAINER_IMAGE": image}
+    settings = {"NODES": "10", "GPUS": "8", "ROLLOUT_NODES": "08", "CONTAINER_IMAGE": image}
     jobs = submit_stub.cluster.jobs()
     done = subprocess.run(
         [str(ROOT / "launch/slurm.sh"), "--dry-run", "a.yaml", "run.dir=/runs", "run.name=a"],
@@ -203,7 +203,8 @@ def test_dry_run_prints_the_commands_and_starts_nothing(submit_stub, image):
     lines = done.stdout.splitlines()
     assert "# 2 nodes train, 8 ranks each" in lines and "export NNODES=2" in lines
     replicas, trainer = (line for line in lines if line.startswith("srun"))
-    assert "launch/serve.sh 8 a.yaml" in replicas and "--relative=2" in replicas
+    assert "launch/serve.sh 8 a.yaml" in replicas and "--nodes=8" in replicas
+    assert "--relative=2" in replicas and "rollout.num_replicas=64" in replicas
     assert "launch/torchrun.sh 8 a.yaml" in trainer and "--nodes=2" in trainer
     for line in (replicas, trainer):
         assert ("--container-image=image.sqsh --container-mounts=" in line) == bool(image)

@@ -44,6 +44,7 @@ def test_one_node_needs_no_address(start):
         ({"NODE_RANK": "0"}, "NNODES=2 but no MASTER_ADDR"),
         ({"MASTER_ADDR": "10.0.0.1"}, "NODE_RANK='' of NNODES=2 machines"),
         ({"MASTER_ADDR": "10.0.0.1", "NODE_RANK": "2"}, "NODE_RANK='2' of NNODES=2 machines"),
+        ({"MASTER_ADDR": "10.0.0.1", "NODE_RANK": "08"}, "NODE_RANK='08' of NNODES=2 machines"),
         ({"MASTER_ADDR": "127.0.0.1", "SLURM_NODEID": "1"}, "MASTER_ADDR=127.0.0.1 is 127.0.0.1"),
         ({"MASTER_ADDR": "a.invalid", "NODE_RANK": "1"}, "finds no way to 'a.invalid'"),
     ],
