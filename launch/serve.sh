@@ -17,6 +17,10 @@ shift
 if .venv/bin/python -c '' 2>/dev/null; then
   PATH=$PWD/.venv/bin:$PATH
 fi
+if ! command -v megadiff >/dev/null; then
+  echo "error: $PWD has no .venv; run launch/setup.sh" >&2
+  exit 2
+fi
 
 # CUDA_VISIBLE_DEVICES is Slurm's or the user's; without it all GPUs count, and none on a CPU.
 # nvidia-smi says on the same stream that it has failed.

@@ -55,6 +55,14 @@ def test_several_nodes_must_find_each_other(start, environment, told):
     assert told in done.stderr
 
 
+@pytest.mark.parametrize("script", ["torchrun.sh", "serve.sh"])
+def test_a_repository_without_an_environment_is_said_once(start, tmp_path, script):
+    shutil.rmtree(tmp_path / ".venv")
+    done = start(script, "2", "a.yaml", PATH="/usr/bin:/bin")
+    assert done.returncode == 2
+    assert done.stderr == f"error: {tmp_path} has no .venv; run launch/setup.sh\n"
+
+
 def test_replicas_share_the_gpus_of_a_node(start):
     done = start("serve.sh", "2", "a.yaml", CUDA_VISIBLE_DEVICES="4,5,6,7", OMP_NUM_THREADS="3")
     assert done.returncode == 0, done.stderr
