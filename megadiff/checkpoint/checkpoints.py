@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +21,13 @@ from typing import Any
 
 from megadiff.checkpoint.background import CopyMemory, RankWrite
 from megadiff.checkpoint.beside import Beside
+from megadiff.checkpoint.retention import (
+    ASIDE,
+    check_latest,
+    move_latest,
+    put_away_other_history,
+    remove_old,
+)
 from megadiff.checkpoint.run_folders import (
     CONFIG,
     PROGRESS,
@@ -46,10 +52,6 @@ from megadiff.tensors.shards import shard_file
 from megadiff.types import Progress
 
 logger = logging.getLogger(__name__)
-# Hidden, and unlike step_*: whole_looking() never sees a folder that is being written.
-ASIDE = ".writing_"
-GIVEN_UP = "given_up_"  # nothing deletes these: they may be the better history
-LATEST = "latest"
 LOOK_S = 0.2  # between two looks for the files of all ranks
 
 
@@ -307,15 +309,23 @@ class Checkpoints:
         with self._finishing:
             if aside not in self._aside:
                 return
-            if progress.step > self.saved_step or not self.saved_step:
-                self._rename(aside, progress)
-                self.saved_step = progress.step
-            else:  # the other writer was faster
+            if self.saved_step and progress.step <= self.saved_step:
+                # the other writer was faster
                 shutil.rmtree(aside, ignore_errors=True)
-            self._aside.discard(aside)
+                self._aside.discard(aside)
+                return
 
-    def _rename(self, aside: Path, progress: Progress) -> None:
-        target = self.folder_of(progress.step)
+            self._seal(aside, progress)
+            put_away_other_history(self.folder, progress.step)
+            # A rename is atomic: a checkpoint has its name only when all of it is on the disk.
+            aside.rename(self.folder_of(progress.step))
+            # At once: whatever fails from here on, the checkpoint is whole.
+            self.saved_step = progress.step
+            self._aside.discard(aside)
+            self._remove_others(progress.step)
+
+    def _seal(self, aside: Path, progress: Progress) -> None:
+        """Write what lies beside the ranks' files, and bring it to the disk."""
         save_config(self.config, aside / CONFIG)
         absent = [
             rank for rank in range(self.mesh.world_size) if not shard_file(aside, rank).is_file()
@@ -332,35 +342,21 @@ class Checkpoints:
         sync_entry(aside / CONFIG)
         sync_entry(aside / PROGRESS)
         sync_entry(aside)
-        self._put_away_other_history(progress.step)
 
-        # A rename is atomic: a checkpoint has its name only when all of it is on the disk.
-        aside.rename(target)
-        sync_entry(self.folder)
-
-        pointer = self.folder / f"{ASIDE}{LATEST}"
-        pointer.write_text(target.name, encoding="utf-8")
-        sync_entry(pointer)
+    def _remove_others(self, step: int) -> None:
+        """Move `latest` to the checkpoint that was renamed, and remove older and torn ones."""
+        try:
+            sync_entry(self.folder)
+        except OSError as error:
+            # Older ones stay, as a power cut could take the new name.
+            logger.warning("the name of %s may not be on the disk: %s", self.folder_of(step), error)
+            return
         # Before old ones go: if this is killed, `latest` never names one that is gone.
-        pointer.rename(self.folder / LATEST)
-
-        for old in whole_looking(self.folder)[: -self.config.checkpoint.keep]:
-            shutil.rmtree(old)
+        move_latest(self.folder, step_name(step))
+        remove_old(self.folder, keep=self.config.checkpoint.keep)
         # A rescue's thread may be writing now, and its folder is not torn.
         for torn in set(self.folder.glob(f"{ASIDE}step_*")) - self._aside:
             shutil.rmtree(torn, ignore_errors=True)
-
-    def _put_away_other_history(self, step: int) -> None:
-        """Rename checkpoints of this step and later ones.
-
-        They are of a run that was given up: resumed from an earlier step, or started over.
-        """
-        for folder in whole_looking(self.folder):
-            if folder.name >= step_name(step):
-                logger.warning(
-                    "%s belongs to another history of this run and is kept as %s*", folder, GIVEN_UP
-                )
-                folder.rename(self.folder / f"{GIVEN_UP}{folder.name}_{time.time_ns()}")
 
     def _candidates(self) -> list[str]:
         """Return the checkpoint folders to try, the best first."""
@@ -370,29 +366,5 @@ class Checkpoints:
         if resume != "auto":
             return [resume]
         folders = whole_looking(self.folder)
-        self._check_latest(folders)
+        check_latest(self.folder, folders)
         return [str(folder) for folder in reversed(folders)]
-
-    def _check_latest(self, folders: Sequence[Path]) -> None:
-        """Raise ValueError when `latest` names a checkpoint that is newer than all there are.
-
-        Going on from an older one would hide the loss.
-        """
-        pointer = self.folder / LATEST
-        if not pointer.is_file():
-            return
-        name = pointer.read_bytes().decode("utf-8", errors="replace")
-        newest = folders[-1].name if folders else "none"
-        if not re.fullmatch(r"step_[0-9]{6,}", name):
-            raise ValueError(
-                f"{pointer} is corrupt, it holds {name!r:.100}; remove it to go on from the "
-                f"newest, {newest}"
-            )
-
-        was_given_up = any(self.folder.glob(f"{GIVEN_UP}{name}_*"))  # killed before `latest` moved
-        if was_given_up or any(folder.name >= name for folder in folders):
-            return
-        raise ValueError(
-            f"{pointer} names {name}, which is not there; the newest is {newest}. Restore {name}, "
-            f"or remove {pointer} to go on from {newest}"
-        )

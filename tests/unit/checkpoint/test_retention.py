@@ -1,0 +1,59 @@
+"""What follows a checkpoint's rename ends no run and deletes nothing that another rank writes."""
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megadiff.checkpoint import checkpoints, retention
+from tests.unit.checkpoint.test_background import Trained, loaded_step, names_in, run_of
+
+
+def save(run, step):
+    engine = Trained()
+    run.save(engine, engine.train(step))
+    run.settle()
+
+
+def test_an_old_one_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch, caplog):
+    """As over NFS, where a file of it is open on this host."""
+    stock = shutil.rmtree
+
+    def rmtree(folder, *, ignore_errors=False):
+        if "step_000001" not in Path(folder).name:
+            stock(folder, ignore_errors=ignore_errors)
+        elif not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    run = run_of(tmp_path, keep=2)
+    for step in (1, 2, 3, 4):
+        save(run, step)
+        assert run.saved_step == step
+        assert (run.folder / "latest").read_text() == f"step_{step:06d}"
+    # What may be half of a checkpoint has the name of none.
+    assert names_in(run) == [".old_step_000001", "step_000003", "step_000004"]
+    assert f"{run.folder / '.old_step_000001'} cannot be removed" in caplog.text
+    assert loaded_step(tmp_path) == 4
+
+
+@pytest.mark.parametrize("refused", [".writing_latest", "checkpoints"])
+def test_a_disk_that_is_full_after_the_rename_ends_no_run(tmp_path, monkeypatch, caplog, refused):
+    """`refused`: what cannot be brought to the disk."""
+    stock = checkpoints.sync_entry
+
+    def sync_entry(path):
+        if path.name == refused:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        stock(path)
+
+    monkeypatch.setattr(checkpoints, "sync_entry", sync_entry)
+    monkeypatch.setattr(retention, "sync_entry", sync_entry)
+    run = run_of(tmp_path, keep=2)
+    for step in (1, 2):
+        save(run, step)
+        assert run.saved_step == step
+    assert names_in(run) == ["step_000001", "step_000002"]
+    assert "step_000002" in caplog.text and "No space left on device" in caplog.text
+    assert loaded_step(tmp_path) == 2
