@@ -344,7 +344,7 @@ class Checkpoints:
         sync_entry(aside)
 
     def _remove_others(self, step: int) -> None:
-        """Move `latest` to the checkpoint that was renamed, and remove older and torn ones."""
+        """Move `latest` to the checkpoint that was renamed, and remove older ones."""
         try:
             sync_entry(self.folder)
         except OSError as error:
@@ -354,9 +354,6 @@ class Checkpoints:
         # Before old ones go: if this is killed, `latest` never names one that is gone.
         move_latest(self.folder, step_name(step))
         remove_old(self.folder, keep=self.config.checkpoint.keep)
-        # A rescue's thread may be writing now, and its folder is not torn.
-        for torn in set(self.folder.glob(f"{ASIDE}step_*")) - self._aside:
-            shutil.rmtree(torn, ignore_errors=True)
 
     def _candidates(self) -> list[str]:
         """Return the checkpoint folders to try, the best first."""

@@ -86,8 +86,18 @@ def remove_old(folder: Path, *, keep: int) -> None:
         _remove(hidden)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove what earlier attempts of the run did not finish writing, or removing.
+
+    The caller holds the run's lock, and its ranks have not begun to write: a rescue's folder has
+    files of other ranks that this process does not know of.
+    """
+    for leftover in (*folder.glob(f"{ASIDE}step_*"), *folder.glob(f"{OLD}step_*")):
+        _remove(leftover)
+
+
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     # NFS keeps files that a process on this host has open, and their folder.
     if folder.exists():
-        logger.warning("%s cannot be removed as a whole; remove it by hand", folder)
+        logger.warning("%s cannot be removed; the next start of the run tries again", folder)

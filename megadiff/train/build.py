@@ -13,6 +13,7 @@ from pathlib import Path
 from megadiff.algorithms import build_algorithm
 from megadiff.checkpoint.base_weights import base_weights
 from megadiff.checkpoint.checkpoints import Checkpoints
+from megadiff.checkpoint.retention import remove_leftovers
 from megadiff.config.load import save_config, to_dict
 from megadiff.config.schema import Config
 from megadiff.data.flow import FlowBatches
@@ -192,6 +193,9 @@ def resume(
     config = engine.config
     base = base_weights(config, engine.adapter, engine.mesh)
     checkpoints = Checkpoints(run_folder(config), config, engine.mesh, base=base)
+    if engine.mesh.rank == 0:
+        # Before a rescue can begin: it would take files of an earlier one for its own.
+        remove_leftovers(checkpoints.folder)
     load_data = partial(data.load_state, accept_changes=config.checkpoint.accept_changes)
     return checkpoints, checkpoints.load(engine, load_data, load_beside)
 

@@ -3,10 +3,13 @@
 import errno
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megadiff.checkpoint import checkpoints, retention
+from megadiff.train.batch_files import batch_file, batch_files
+from megadiff.train.build import resume
 from tests.unit.checkpoint.test_background import Trained, loaded_step, names_in, run_of
 
 
@@ -57,3 +60,33 @@ def test_a_disk_that_is_full_after_the_rename_ends_no_run(tmp_path, monkeypatch,
     assert names_in(run) == ["step_000001", "step_000002"]
     assert "step_000002" in caplog.text and "No space left on device" in caplog.text
     assert loaded_step(tmp_path) == 2
+
+
+def test_completing_one_leaves_the_folder_that_another_rank_rescues_into(tmp_path):
+    """Rank 0 may be removing old ones while others have begun, which it does not know of."""
+    run = run_of(tmp_path, keep=2)
+    other_rank = run_of(tmp_path)
+    rescued = other_rank.begin_rescue(31)
+    batch_file(rescued, 1).write_bytes(b"samples")
+    save(run, 30)
+    assert batch_files(rescued) == [batch_file(rescued, 1)]
+    assert run.begin_rescue(31) == rescued
+
+
+def test_a_rescue_takes_no_files_of_an_earlier_attempt(tmp_path):
+    """That one was killed with samples written and weights not, at the same step."""
+    save(run_of(tmp_path / "run"), 29)
+    earlier = run_of(tmp_path / "run")
+    batch_file(earlier.begin_rescue(30), 1).write_bytes(b"of another history")
+    (earlier.folder / ".old_step_000010").mkdir()
+
+    config = earlier.config
+    config.run.dir = str(tmp_path)
+    config.run.name = "run"
+    engine = SimpleNamespace(
+        config=config, adapter=None, mesh=earlier.mesh, load=Trained().load, snapshot=None
+    )
+    data = SimpleNamespace(load_state=lambda state, *, accept_changes: None)
+    run, progress = resume(engine, data)
+    assert progress.step == 29 and names_in(run) == ["step_000029"]
+    assert batch_files(run.begin_rescue(30)) == []
