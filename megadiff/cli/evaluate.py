@@ -226,7 +226,7 @@ def connect_replicas(
 
     Returns them, and the step of a run's checkpoint that they hold by now; None for a model.
     """
-    processes = replicas.launch(subject.config, mesh, subject.adapter, subject.folder)
+    processes = replicas.launch(subject.config, mesh, subject.adapter, subject.folder, stack)
     # Before connect(): a replica that does not come up is stopped, too.
     stack.callback(stop_all, processes)
     connection = connect(subject.config, mesh, subject.folder, processes, stack)

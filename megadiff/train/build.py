@@ -80,7 +80,7 @@ def build_run(
     events = Events(run_folder(config), node=mesh.node)
     # Servers load while the engine does, and stop whatever happens from here on.
     judges = launch_judges(config, mesh, run_folder(config), stack)
-    processes = launch(config, mesh, adapter, run_folder(config))
+    processes = launch(config, mesh, adapter, run_folder(config), stack)
     stack.callback(stop_all, processes)
     start_s = time.monotonic()
     engine = build_engine(config, mesh, adapter)
@@ -132,7 +132,7 @@ def build_sft_run(
     # Servers start while data are encoded and the engine loads.
     if config.eval.every:
         judges = launch_judges(config, mesh, run_folder(config), stack)
-        processes = launch(config, mesh, adapter, run_folder(config))
+        processes = launch(config, mesh, adapter, run_folder(config), stack)
         stack.callback(stop_all, processes)
 
     sampling = sft_sampling(config.rollout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from megadiff.process.versions import sampling_code
 from megadiff.rollout.client.processes import ReplicaProcess, environment_token, write_token
 from megadiff.rollout.spec import ReplicaSpec, config_spec
 from megadiff.sync.transports.disk import remove
+from megadiff.train.run_lock import lock
 
 logger = logging.getLogger(__name__)
 
@@ -104,19 +106,22 @@ def replicas_per_node(config: Config, *, num_nodes: int, num_ranks: int, on_gpus
     return config.rollout.num_replicas // num_nodes or by_default
 
 
-def launch(config: Config, mesh: Mesh, adapter: ModelAdapter, folder: Path) -> list[ReplicaProcess]:
+def launch(
+    config: Config, mesh: Mesh, adapter: ModelAdapter, folder: Path, stack: ExitStack
+) -> list[ReplicaProcess]:
     """Start a colocated run's processes on each node's first rank; return at once. Collective.
 
-    Returns [] on the other ranks.
+    Returns [] on the other ranks. The folder of sync.transport=disk is the run's until `stack`
+    closes.
     """
     sampling_code()  # now: replicas that start later are compared with what the ranks imported
+    if config.sync.transport == "disk":
+        agreed(
+            lambda: _take_weights_folder(config, mesh, folder, stack),
+            mesh.cpu_group,
+            here=users_of(config, mesh).here,
+        )
     if config.rollout.mode != "colocated":
-        if config.sync.transport == "disk":
-            agreed(
-                lambda: remove(weights_folder(config, mesh, folder)),
-                mesh.cpu_group,
-                here=mesh.rank == 0,
-            )
         return []
 
     token = read_once(
@@ -157,6 +162,16 @@ def weights_folder(config: Config, mesh: Mesh, folder: Path) -> Path:
     return weights / f"node_{node}" if node is not None and mesh.num_nodes > 1 else weights
 
 
+def _take_weights_folder(config: Config, mesh: Mesh, folder: Path, stack: ExitStack) -> None:
+    """Remove what an earlier run wrote; raise ValueError where another run is writing."""
+    weights = weights_folder(config, mesh, folder)
+    # Two runs in one folder would delete each other's versions, and mix them for late joiners.
+    advice = f"end it or wait for it, or give {folder} another sync.folder"
+    lock(weights, stack, advice=advice, run=str(folder))
+    # Else replicas would load an older state before they get this one.
+    remove(weights)
+
+
 def registry_folder(folder: Path, node: int | None = None) -> Path:
     """Return where a colocated run's replicas are announced: all nodes' folder, or a node's."""
     replicas = folder / "replicas"
@@ -170,9 +185,6 @@ def log_file(folder: Path, name: str) -> Path:
 def _launch(
     config: Config, mesh: Mesh, folder: Path, token: str, *, shared_base: bool
 ) -> list[ReplicaProcess]:
-    if config.sync.transport == "disk":
-        # Else replicas would load an older state before they get this one.
-        remove(weights_folder(config, mesh, folder))
     count = num_replicas(config, mesh)
     gpus = _gpus(config, mesh, count)
     num_threads = _num_threads(config, count)

@@ -1,4 +1,4 @@
-"""Lock a run's folder, and name its holder to the next run that wants it."""
+"""Lock a folder that one run writes, and name its holder to the next run that wants it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,27 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who has the folder. launcher: the pid of its torchrun, 0 without one."""
+    """Who has the folder. launcher: the pid of its torchrun, 0 without one.
+
+    run: its run's folder, '' where that is the one that is locked.
+    """
 
     host: str
     pid: int
     launcher: int
     since: str
+    run: str = ""
 
     @classmethod
-    def this_process(cls) -> Holder:
+    def this_process(cls, run: str = "") -> Holder:
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(host=process_home(), pid=os.getpid(), launcher=launcher_pid() or 0, since=now)
+        return cls(
+            host=process_home(), pid=os.getpid(), launcher=launcher_pid() or 0, since=now, run=run
+        )
 
     def __str__(self) -> str:
-        return f"pid {self.pid} on {self.host.split('/')[0]} since {self.since}"
+        run = f"{self.run}, " if self.run else ""
+        return f"{run}pid {self.pid} on {self.host.split('/')[0]} since {self.since}"
 
     def is_working(self) -> bool:
         """Say whether it is alive on this host, and its torchrun as well where it has one."""
@@ -58,10 +65,11 @@ def lock(
     *,
     wait_s: float = WAIT_S,
     advice: str = "end it or wait for it, or give this one another run.name",
+    run: str = "",
 ) -> None:
-    """Take the run's folder until the stack closes or the process ends, however it does.
+    """Take a folder until the stack closes or the process ends, however it does.
 
-    advice: what to do where another one has it.
+    advice: what to do where another one has it. run: the run's folder, where this is another one.
     Raises ValueError that names the holder: at once for one that works on this host, after wait_s
     for one that is dead, ending or elsewhere.
     """
@@ -84,7 +92,7 @@ def lock(
     # after the lock: until then the words are another holder's
     file.seek(0)
     file.truncate()
-    json.dump(asdict(Holder.this_process()), file)
+    json.dump(asdict(Holder.this_process(run)), file)
     file.flush()
 
 

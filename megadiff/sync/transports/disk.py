@@ -4,8 +4,8 @@
 
 manifest.json holds the version, its lora, and for every tensor of this push its file, dtype, shape
 and fingerprint. Its `parts` names, for each weight group, the version that holds it: an earlier one
-for a group that this push did not bring. A version is written aside, and renamed when every replica
-has it.
+for a group that this push did not bring. Those have the same `writer`. A version is written aside,
+and renamed when every replica has it.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class DiskTransport(Transport):
         self._versions: dict[WeightGroup, int] = {}
         self._next_versions: dict[WeightGroup, int] = {}
         self._manifest: dict[str, Any] = {}
+        self._writer = secrets.token_hex(8)
 
     def begin(self, version: int, manifest: Manifest, lora: LoraSpec | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +80,7 @@ class DiskTransport(Transport):
 
         self._manifest = {
             "version": version,
+            "writer": self._writer,
             "parts": {str(group): number for group, number in self._next_versions.items()},
             "lora": dataclasses.asdict(lora) if lora else None,
             "push": secrets.token_hex(8),
@@ -237,7 +239,13 @@ def newest(folder: Path) -> StoredVersion:
     manifest: Manifest = {}
     digits = {}
     for version in sorted(set(holders.values())):
-        for name, row in _read_manifest(folder, version)["tensors"].items():
+        holder = _read_manifest(folder, version)
+        if holder["writer"] != top["writer"]:
+            raise ValueError(
+                f"{folder}: version {top['version']} stands on version {version}, which another "
+                "run has replaced; give each run a sync.folder of its own"
+            )
+        for name, row in holder["tensors"].items():
             # A later version may have brought this group again.
             if holders.get(str(weight_group_of(name))) == version:
                 files.add(_version_folder(folder, version) / row["file"])

@@ -290,6 +290,16 @@ def test_disk_keeps_what_the_parts_of_a_version_stand_on(tmp_path):
     )
 
 
+def test_disk_versions_of_two_runs_are_not_mixed(tmp_path):
+    """Where locks do not reach: another run has put its own in place of the base of a LoRA."""
+    first = DiskTransport([], folder=tmp_path)
+    push(first, 1, [*BUCKETS, LORA_BUCKET], MANIFEST | LORA_MANIFEST, LORA)
+    push(DiskTransport([], folder=tmp_path), 1)
+    push(first, 2, [LORA_BUCKET], LORA_MANIFEST, LORA)
+    with pytest.raises(ValueError, match="version 2 stands on version 1, which another run has"):
+        disk.newest(tmp_path)
+
+
 def test_disk_never_shows_half_a_version(tmp_path):
     def fault(number):
         assert disk.versions(tmp_path) == []

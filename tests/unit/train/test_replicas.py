@@ -3,8 +3,10 @@
 The threads of a CPU machine are divided: too many of them wait for one another instead of working.
 """
 
+import os
 import re
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from megadiff.config.schema import Config, ModelConfig, RolloutConfig, RunConfig
+from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import local_world_size_of
 from megadiff.rollout.client import processes
 from megadiff.rollout.client.processes import TOKEN_FILE, environment_token
@@ -23,10 +26,12 @@ from megadiff.train.replicas import (
     _num_threads,
     check_num_replicas,
     fresh_token,
+    launch,
     registry_folder,
     replica_spec,
     users_of,
 )
+from tests.meshes import one_rank_mesh
 
 MESH = SimpleNamespace(
     device=torch.device("cpu"),
@@ -224,3 +229,26 @@ def _config(num_replicas):
         model=ModelConfig(path="m"),
         rollout=RolloutConfig(height=64, width=64, num_replicas=num_replicas),
     )
+
+
+def test_a_folder_of_weights_is_one_runs(tmp_path):
+    """A second one would remove the versions that replicas of the first are to load."""
+    config = _config(1)
+    config.rollout.mode = "separate"
+    config.sync.transport = "disk"
+    config.sync.folder = str(tmp_path / "weights")
+    version = tmp_path / "weights" / "version_00000007"
+
+    with ExitStack() as first, ExitStack() as second:
+        assert launch(config, one_rank_mesh(), None, tmp_path / "first", first) == []
+        version.mkdir()
+        with pytest.raises(AgreedError) as refused:
+            launch(config, one_rank_mesh(), None, tmp_path / "second", second)
+        text = str(refused.value)
+        assert f"weights is in use by another run ({tmp_path / 'first'}, pid {os.getpid()}" in text
+        assert f"give {tmp_path / 'second'} another sync.folder" in text
+        assert version.exists()
+
+        first.close()  # that run has ended: what it left goes
+        launch(config, one_rank_mesh(), None, tmp_path / "second", second)
+        assert not version.exists()
