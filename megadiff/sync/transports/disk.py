@@ -54,6 +54,7 @@ class DiskTransport(Transport):
         super().__init__(targets)
         self.folder = folder
         self._aside: Path | None = None  # until a push has begun
+        self._first_bucket = 0
         self._memory = HostMemory()
         # The version that holds each weight group: on disk, and once the open push is whole.
         self._versions: dict[WeightGroup, int] = {}
@@ -71,6 +72,9 @@ class DiskTransport(Transport):
         aside = _aside(self.folder, version, "part")
         aside.mkdir()
         self._aside = aside
+        # Behind those of an earlier push of this version. Kept ones may hold tensors that this push
+        # brings anew, and a late joiner goes by the numbers.
+        self._first_bucket = _next_bucket(_version_folder(self.folder, version))
 
         # Without a LoRA the replicas drop an earlier one, so a late joiner must not load it.
         self._next_versions = {
@@ -93,7 +97,7 @@ class DiskTransport(Transport):
         assert self._aside is not None, "a push has begun"
         tensors = self._memory.tensors(bucket)
         files = {row["file"] for row in self._manifest["tensors"].values()}
-        path = self._aside / f"bucket_{len(files):05d}.safetensors"
+        path = self._aside / f"bucket_{self._first_bucket + len(files):05d}.safetensors"
         encode_bucket(tensors).write(path)
 
         source = {"transport": self.name, "file": f"{self._aside.name}/{path.name}"}
@@ -156,16 +160,9 @@ class DiskTransport(Transport):
             return
         rows = _read_manifest(self.folder, version)["tensors"]
         rows = rows_of_weight_groups(rows, kept_groups)
-        num_files = len(list(aside.glob("bucket_*")))
-        files = sorted({row["file"] for row in rows.values()})
-        names = {
-            file: f"bucket_{num_files + index:05d}.safetensors" for index, file in enumerate(files)
-        }
-        for file, name in names.items():
-            (_version_folder(self.folder, version) / file).rename(aside / name)
-        self._manifest["tensors"] |= {
-            tensor: {**row, "file": names[row["file"]]} for tensor, row in rows.items()
-        }
+        for file in {row["file"] for row in rows.values()}:
+            (_version_folder(self.folder, version) / file).rename(aside / file)
+        self._manifest["tensors"] |= rows
 
 
 def remove(folder: Path, *, after: int = -1) -> None:
@@ -199,7 +196,8 @@ class StoredVersion:
     """A whole version on disk.
 
     push: which of those that brought this version, as an evaluation's and the next step's.
-    files: in order. manifest: of all tensors. fingerprints: name → digits of what was written.
+    files: in the order to load them in; of a name that comes again, the last one counts.
+    manifest: of all tensors. fingerprints: name → digits of what was written.
     """
 
     version: int
@@ -283,6 +281,12 @@ def locate(name: object, folder: Path | None) -> Path:
 
 def _version_folder(folder: Path, version: int) -> Path:
     return folder / f"version_{version:08d}"
+
+
+def _next_bucket(version: Path) -> int:
+    """Return one more than the highest number of a version's buckets, 0 without any."""
+    numbers = [int(path.stem.removeprefix("bucket_")) for path in version.glob("bucket_*")]
+    return max(numbers, default=-1) + 1
 
 
 def _read_manifest(folder: Path, version: int) -> dict[str, Any]:

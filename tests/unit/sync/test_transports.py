@@ -257,6 +257,22 @@ def test_disk_keeps_what_a_second_push_of_a_version_leaves_out(tmp_path):
         assert [disk.locate(name, tmp_path) for name in names] == list(stored.files)
 
 
+def test_disk_keeps_a_bucket_behind_which_some_of_its_tensors_come_again(tmp_path):
+    """As after an evaluation's average, of which one bucket holds frozen and trained weights."""
+    frozen = {"transformer~frozen.a": torch.zeros(2)}
+    manifest = bucket_manifest(list(frozen.items()) + BUCKETS[0])
+    transport = DiskTransport([], folder=tmp_path)
+    push(transport, 5, [[*frozen.items(), *BUCKETS[0]]], manifest)
+    for factor in (2.0, 3.0):
+        policy = [(name, torch.full_like(tensor, factor)) for name, tensor in BUCKETS[0]]
+        push(transport, 5, [policy], bucket_manifest(policy))
+        stored = disk.newest(tmp_path)
+        held = {name: tensor for path in stored.files for name, tensor in load_file(path).items()}
+        assert stored.fingerprints == fingerprints(held) and held.keys() == manifest.keys()
+        assert all((held[name] == factor).all() for name, _ in policy)
+    assert len(stored.files) == 2  # the policy before is gone
+
+
 def test_disk_keeps_what_the_parts_of_a_version_stand_on(tmp_path):
     """Two components and their LoRA, pushed one at a time."""
     pair = {f"{part}.a": torch.zeros(4) for part in ("one", "two")}
