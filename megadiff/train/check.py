@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from megadiff.algorithms import REFERENCE, Algorithm, build_algorithm
+from megadiff.checkpoint.run_folders import PROGRESS, is_checkpoint, whole_looking
 from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.data.images import ImageSource, open_images
@@ -68,11 +69,7 @@ def check(
         logger.info("algorithm.name=%s has no use for %s", name, ", ".join(unused))
     check_trackers(config.track)
     check_judges(config)
-    resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not (resume and Path(resume).is_dir()):
-        raise ValueError(
-            f"checkpoint.resume={resume} is no folder; give a checkpoint's, auto or never"
-        )
+    _check_resume(config.checkpoint.resume)
 
     on_policy = algorithm.on_policy
     if on_policy:
@@ -96,6 +93,26 @@ def check(
     kind = ITEMS[algorithm.rows]
     source = open_images(attrgetter(kind.key)(config), seed=config.seed, kind=kind)
     return layout, adapter, source, scorer
+
+
+def _check_resume(resume: str) -> None:
+    """Raise ValueError where checkpoint.resume names no checkpoint."""
+    if resume in ("auto", "never"):
+        return
+    folder = Path(resume)
+    if not (resume and folder.is_dir()):
+        raise ValueError(
+            f"checkpoint.resume={resume} is no folder; give a checkpoint's, auto or never"
+        )
+    if is_checkpoint(folder):
+        return
+
+    # A run's folder is easily taken for that of its checkpoint.
+    inside = whole_looking(folder) or whole_looking(folder / "checkpoints")
+    advice = f"{inside[-1]}, the newest in it" if inside else "a checkpoint's folder (step_…)"
+    raise ValueError(
+        f"checkpoint.resume={resume} is no checkpoint, as it holds no {PROGRESS}; give {advice}"
+    )
 
 
 def _check_weights(config: Config) -> None:

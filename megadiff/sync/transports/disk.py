@@ -11,6 +11,7 @@ and renamed when every replica has it.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import re
 import secrets
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megadiff.sync.bucket import Bucket, bucket_manifest, encode_bucket
-from megadiff.sync.transports.base import PushTarget, Transport
+from megadiff.sync.bucket import Bucket, BucketBody, bucket_manifest, encode_bucket
+from megadiff.sync.transports.base import PushTarget, SyncError, Transport
 from megadiff.sync.transports.host_memory import HostMemory
 from megadiff.tensors.fingerprint import fingerprints
 from megadiff.tensors.lora_names import lora_from_json
@@ -98,7 +99,7 @@ class DiskTransport(Transport):
         tensors = self._memory.tensors(bucket)
         files = {row["file"] for row in self._manifest["tensors"].values()}
         path = self._aside / f"bucket_{self._first_bucket + len(files):05d}.safetensors"
-        encode_bucket(tensors).write(path)
+        self._write(encode_bucket(tensors), path)
 
         source = {"transport": self.name, "file": f"{self._aside.name}/{path.name}"}
         requests = self.start(lambda target: target.weights_bucket(source))
@@ -113,6 +114,19 @@ class DiskTransport(Transport):
             }
 
         self.wait(requests)
+
+    def _write(self, body: BucketBody, path: Path) -> None:
+        try:
+            body.write(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            free = shutil.disk_usage(self.folder).free
+            raise SyncError(
+                f"{self.folder} has no room for a bucket of {len(body)} bytes, {free} are free "
+                f"({error.strerror}); make room, as the newest {NUM_KEPT} versions stay while one "
+                "is written, or set another sync.folder"
+            ) from error
 
     def end(self, error: BaseException | None) -> None:
         aside = self._aside

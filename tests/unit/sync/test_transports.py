@@ -316,6 +316,17 @@ def test_disk_versions_of_two_runs_are_not_mixed(tmp_path):
         disk.newest(tmp_path)
 
 
+def test_a_full_disk_is_named_with_what_a_bucket_needs(tmp_path, monkeypatch):
+    def full(self, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(BucketBody, "write", full)
+    words = rf"{tmp_path} has no room for a bucket of \d+ bytes, \d+ are free .*sync.folder"
+    with pytest.raises(SyncError, match=words):
+        push(DiskTransport([Target(folder=tmp_path)], folder=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 def test_disk_never_shows_half_a_version(tmp_path):
     def fault(number):
         assert disk.versions(tmp_path) == []

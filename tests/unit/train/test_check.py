@@ -149,3 +149,26 @@ def test_what_only_the_run_refused(arguments: list[str], override: str, words: s
     world_size = max(axes.dp, 1) * axes.sp * axes.tp
     with pytest.raises(ValueError, match=words), ExitStack() as stack:
         check(config, world_size=world_size, stack=stack)
+
+
+def test_a_run_in_place_of_its_checkpoint_is_told_which_it_has(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "runs" / "a" / "checkpoints"
+    newest = checkpoints / "step_000020"
+    for folder in (checkpoints / "step_000010", newest):
+        folder.mkdir(parents=True)
+    for folder, advice in (
+        (tmp_path / "runs" / "a", f"give {newest}, the newest in it"),
+        (checkpoints, f"give {newest}, the newest in it"),
+        (newest, r"holds no progress.json; give a checkpoint's folder"),
+    ):
+        config = load_config([*arguments, f"checkpoint.resume={folder}"])
+        words = f"resume={folder} is no checkpoint, .*{advice}"
+        with pytest.raises(ValueError, match=words), ExitStack() as stack:
+            check(config, world_size=1, stack=stack)
+
+    (newest / "progress.json").write_text("{}")  # its content is read with the weights
+    config = load_config([*arguments, f"checkpoint.resume={newest}"])
+    with ExitStack() as stack:
+        check(config, world_size=1, stack=stack)
