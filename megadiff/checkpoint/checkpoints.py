@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megadiff.checkpoint.background import CopyMemory, RankWrite
+from megadiff.checkpoint.base_weights import base_difference
 from megadiff.checkpoint.beside import Beside
 from megadiff.checkpoint.retention import (
     ASIDE,
@@ -275,14 +276,11 @@ class Checkpoints:
         ours = self._base
         if ours and not theirs and progress.step and self.mesh.rank == 0:
             logger.warning("%s does not say over which base it was trained", folder)
-        if not theirs or not ours or theirs["fingerprint"] == ours["fingerprint"]:
+        difference = base_difference(theirs, ours)
+        if not difference:
             return
 
-        problem = (
-            f"{folder} was trained over the weights of {theirs['path']} (fingerprint "
-            f"{theirs['fingerprint']}), but model.path={ours['path']} holds others (fingerprint "
-            f"{ours['fingerprint']})"
-        )
+        problem = f"{folder} {difference}"
         if not self.config.checkpoint.accept_changes:
             raise ValueError(
                 f"{problem}: set model.path to the model it was trained over, start a new run, or "

@@ -121,9 +121,8 @@ def _choose_job(source: Source, options: Options) -> Job:
     if to == "peft" or (to == "diffusers" and source.lora):
         return LoraJob(source, with_peft=to == "peft", dtype=options.dtype)
 
-    # A LoRA over other weights would give a model that nobody trained.
-    if to == "merged":
-        check_base(source, is_named=options.base is not None)
+    # A model with other weights below would be one that nobody trained.
+    check_base(source, is_named=options.base is not None)
     return ModelJob(source, dtype=options.dtype)
 
 

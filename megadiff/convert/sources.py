@@ -9,7 +9,14 @@ from pathlib import Path
 
 import torch
 
-from megadiff.checkpoint.base_weights import base_fingerprint, tensor_fingerprints
+from megadiff.checkpoint.base_weights import (
+    ALL,
+    NOT_STORED,
+    base_difference,
+    base_fingerprint,
+    names_not_stored,
+    tensor_fingerprints,
+)
 from megadiff.checkpoint.run_folders import (
     chosen_checkpoint,
     is_checkpoint,
@@ -204,24 +211,29 @@ def _trained_shapes(model: ModelFolder, lora: LoraSpec | None) -> dict[str, Shap
 
 
 def check_base(source: Source, *, is_named: bool) -> None:
-    """Raise ValueError when a checkpoint's LoRA belongs to other weights than the base's.
+    """Raise ValueError when a checkpoint belongs to other weights than the base's.
 
+    Those are all weights under a LoRA, else the ones that the checkpoint does not hold.
     is_named: the base was given with --base, and so is meant; then there is a warning only.
     """
     theirs = source.progress.base
-    if not theirs or not source.base:
+    key = ALL if source.lora else NOT_STORED
+    if not source.base or key not in theirs:
         return
 
-    files = {name: component.files for name, component in source.base.components.items()}
-    # Reads all weights, and so comes after the cheap reasons to return.
-    ours = base_fingerprint([tensor_fingerprints(files)])
-    if ours == theirs["fingerprint"]:
+    components = source.base.components
+    files = {name: component.files for name, component in components.items()}
+    names = None
+    if not source.lora:
+        plan = next(iter(components.values())).model.plan
+        names = names_not_stored(files, plan)
+    # Reads the weights, and so comes after the cheap reasons to return.
+    ours = base_fingerprint([tensor_fingerprints(files, names=names)])
+    difference = base_difference(theirs, {"path": str(source.base.path), key: ours})
+    if not difference:
         return
 
-    problem = (
-        f"{source.path} was trained over the weights of {theirs['path']} (fingerprint "
-        f"{theirs['fingerprint']}), but {source.base.path} holds others (fingerprint {ours})"
-    )
+    problem = f"{source.path} {difference}"
     if not is_named:
         raise ValueError(f"{problem}; name the model folder that you mean with --base")
     logger.warning("warning: %s; they are taken, as --base names them", problem)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megadiff.checkpoint import checkpoints, retention
+from megadiff.parallel.plan import ParallelPlan
 from megadiff.train.batch_files import batch_file, batch_files
 from megadiff.train.build import resume
 from tests.unit.checkpoint.test_background import Trained, loaded_step, names_in, run_of
@@ -84,7 +85,10 @@ def test_a_rescue_takes_no_files_of_an_earlier_attempt(tmp_path):
     config.run.dir = str(tmp_path)
     config.run.name = "run"
     engine = SimpleNamespace(
-        config=config, adapter=None, mesh=earlier.mesh, load=Trained().load, snapshot=None
+        config=config,
+        adapter=SimpleNamespace(plan=ParallelPlan(rules={})),
+        mesh=earlier.mesh,
+        load=Trained().load,
     )
     data = SimpleNamespace(load_state=lambda state, *, accept_changes: None)
     run, progress = resume(engine, data)
