@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -373,10 +372,16 @@ def _overlap(
     second_shape: Sequence[int],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return where two boxes of one tensor meet, as slices of each; None when they do not."""
-    begin = np.maximum(first_offsets, second_offsets)
-    end = np.minimum(np.add(first_offsets, first_shape), np.add(second_offsets, second_shape))
-    if (begin >= end).any():
-        return None
-    of_first = tuple(map(slice, begin - first_offsets, end - first_offsets))
-    of_second = tuple(map(slice, begin - second_offsets, end - second_offsets))
-    return of_first, of_second
+    of_first = []
+    of_second = []
+    # Not by numpy: a rank asks this of every other rank's shard, most of which it has no part in.
+    for first_begin, first_size, second_begin, second_size in zip(
+        first_offsets, first_shape, second_offsets, second_shape, strict=True
+    ):
+        begin = max(first_begin, second_begin)
+        end = min(first_begin + first_size, second_begin + second_size)
+        if begin >= end:
+            return None
+        of_first.append(slice(begin - first_begin, end - first_begin))
+        of_second.append(slice(begin - second_begin, end - second_begin))
+    return tuple(of_first), tuple(of_second)
