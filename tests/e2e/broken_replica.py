@@ -77,7 +77,7 @@ def _spoil_texts(denoise):
 
     Of any family: tensors of conditioning are exchanged or their masks changed by name."""
 
-    def broken(self, sampler, conditioning):
+    def broken(self, sampler, conditioning, latents_NLC):
         changed = dict(conditioning)
         count = len(sampler.requests)
         for name, value_N in conditioning.items():
@@ -96,7 +96,7 @@ def _spoil_texts(denoise):
                 order_N = sampler.per_row(order_P) * (len(value_N) // count)
                 order_N += torch.arange(len(order_N)) % (len(order_N) // count)
                 changed[name] = value_N[order_N]
-        return denoise(self, sampler, changed)
+        return denoise(self, sampler, changed, latents_NLC)
 
     return broken
 
