@@ -31,16 +31,14 @@ def installed_version(package: str) -> str:
 
 
 @cache
-def sampling_code() -> str:
-    """Name the code that this process samples with: our sources, torch and vllm-omni.
+def sampling_code() -> dict[str, str]:
+    """Name the code that this process samples with: our sources' digest, and two versions.
 
     The first call decides. Make it when the process starts: files may change while it lives, and
     what it has imported does not.
     """
-    return (
-        f"megadiff {sources_digest(PACKAGE)}, torch {installed_version('torch')}, "
-        f"vllm-omni {installed_version('vllm-omni')}"
-    )
+    libraries = {name: installed_version(name) for name in ("torch", "vllm-omni")}
+    return {"megadiff": sources_digest(PACKAGE), **libraries}
 
 
 def sources_digest(package: Path) -> str:

@@ -188,7 +188,7 @@ def run_id(config: Config, folder: Path) -> str:
     return f"{name}-{of_folder}"
 
 
-def check_arithmetic(replica: JsonObject, config: Config, *, code: str) -> None:
+def check_arithmetic(replica: JsonObject, config: Config, *, code: Mapping[str, str]) -> None:
     """Raise ValueError where a replica computes otherwise than the run says, or by other code.
 
     That would show as a parity gap without a cause, or not at all. replica: its name, url and
@@ -197,13 +197,7 @@ def check_arithmetic(replica: JsonObject, config: Config, *, code: str) -> None:
     who = f"{replica['name']} at {replica['url']}"
     told = replica["health"].get("arithmetic")
     arithmetic = told if isinstance(told, dict) else {}
-    # An installation may have changed under a run that goes on, by `git pull` or setup.sh.
-    if arithmetic.get("code") != code:
-        raise ValueError(
-            f"{who} runs {arithmetic.get('code', 'a version that it does not name')!s:.200}, and "
-            f"the run began with {code}; start the replica again from the run's version, or the "
-            "run from the replica's: it goes on from its checkpoint"
-        )
+    _check_code(who, arithmetic.get("code"), code, config)
 
     dtype = config.model.dtype
     if arithmetic.get("dtype") != dtype:
@@ -220,4 +214,20 @@ def check_arithmetic(replica: JsonObject, config: Config, *, code: str) -> None:
             raise ValueError(
                 f"{who} has {switch}={arithmetic.get(switch)}, the run {key}={value}; "
                 f"start it {flag}, or set {key}={str(not value).lower()}"
+            )
+
+
+def _check_code(who: str, told: object, code: Mapping[str, str], config: Config) -> None:
+    """Raise ValueError where an installation has changed under a run, by `git pull` or setup.sh.
+
+    Separate replicas may have libraries of their own: each passes the gate before it serves.
+    """
+    theirs = told if isinstance(told, dict) else {}
+    for name in code if config.rollout.mode == "colocated" else ("megadiff",):
+        if theirs.get(name) != code[name]:
+            version = theirs.get(name, "that it does not tell")
+            raise ValueError(
+                f"{who} runs {name} {version!s:.80}, and the run began with {name} {code[name]}; "
+                "start the replica again from the run's version, or the run from the replica's: "
+                "it goes on from its checkpoint"
             )

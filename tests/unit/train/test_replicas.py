@@ -6,7 +6,7 @@ The threads of a CPU machine are divided: too many of them wait for one another 
 import os
 import re
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ MESH = SimpleNamespace(
     cpu_group=None,
     cpu_node_group=None,
 )
-CODE = "megadiff 1, torch 2"
+CODE = {"megadiff": "1", "torch": "2"}
 
 
 @pytest.fixture
@@ -115,11 +115,9 @@ def test_fp8_weights_take_the_place_of_others_where_every_push_brings_all(fp8, s
             {"dtype": "float32", "fp8": False, "float32_streams": False},
             "in float32, the run has model.dtype=bfloat16; restart it with --dtype bfloat16, or",
         ),
-        (None, "runs a version that it does not name, and the run began with megadiff 1, torch 2"),
-        (
-            {"code": "megadiff 7, torch 2"},
-            "runs megadiff 7, torch 2, and the run began with megadiff 1, torch 2; start the",
-        ),
+        (None, "runs megadiff that it does not tell, and the run began with megadiff 1; start"),
+        ({"code": {"megadiff": "7", "torch": "2"}}, "runs megadiff 7, .* with megadiff 1; start"),
+        ({"code": {"megadiff": "1", "torch": "7"}}, "runs torch 7, .* with torch 2; start"),
     ],
 )
 def test_replicas_that_compute_otherwise_are_refused(arithmetic, told):
@@ -132,6 +130,18 @@ def test_replicas_that_compute_otherwise_are_refused(arithmetic, told):
         check_arithmetic(replica, _config(1), code=CODE)
     alike = {"code": CODE, "dtype": "bfloat16", "fp8": False, "float32_streams": False}
     check_arithmetic(replica | {"health": {"arithmetic": alike}}, _config(1), code=CODE)
+
+
+def test_a_separate_replica_may_have_another_torch_but_no_other_megadiff():
+    config = _config(1)
+    config.rollout.mode = "separate"
+    arithmetic = {"dtype": "bfloat16", "fp8": False, "float32_streams": False}
+    for megadiff, is_refused in (("1", False), ("7", True)):
+        code = {"megadiff": megadiff, "torch": "7"}
+        health = {"arithmetic": arithmetic | {"code": code}}
+        replica = {"name": "r", "url": "http://h:1", "health": health}
+        with pytest.raises(ValueError, match="runs megadiff 7") if is_refused else nullcontext():
+            check_arithmetic(replica, config, code=CODE)
 
 
 def test_a_run_keeps_its_id_and_a_copy_has_another(tmp_path):
