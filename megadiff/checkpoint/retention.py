@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megadiff.checkpoint.run_folders import whole_looking
-from megadiff.observe.step_folders import step_name
+from megadiff.observe.step_folders import step_folders
 from megadiff.process.whole_folder import sync_entry
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ def put_away_other_history(folder: Path, step: int) -> None:
 
     They are of a run that was given up: resumed from an earlier step, or started over.
     """
-    for other in whole_looking(folder):
-        if other.name >= step_name(step):
+    for other_step, other in step_folders(folder):
+        if other_step >= step:
             logger.warning(
                 "%s belongs to another history of this run and is kept as %s*", other, GIVEN_UP
             )
@@ -65,7 +65,8 @@ def check_latest(folder: Path, folders: Sequence[Path]) -> None:
         )
 
     was_given_up = any(folder.glob(f"{GIVEN_UP}{name}_*"))  # killed before `latest` moved
-    if was_given_up or any(other.name >= name for other in folders):
+    step = int(name.removeprefix("step_"))
+    if was_given_up or any(other_step >= step for other_step, _ in step_folders(folder)):
         return
     raise ValueError(
         f"{pointer} names {name}, which is not there; the newest is {newest}. Restore {name}, "

@@ -12,7 +12,7 @@ def is_due(every: int, step: int, *, num_steps: int) -> bool:
 
 
 def step_name(step: int) -> str:
-    """Name a step's folder. Names sort by step."""
+    """Name a step's folder. Names sort by step below 1,000,000."""
     return f"step_{step:06d}"
 
 

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from megadiff.checkpoint import checkpoints, retention
+from megadiff.checkpoint.retention import check_latest, move_latest, put_away_other_history
+from megadiff.checkpoint.run_folders import whole_looking
+from megadiff.observe.step_folders import step_folder, step_folders
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.train.batch_files import batch_file, batch_files
 from megadiff.train.build import resume
@@ -94,3 +97,17 @@ def test_a_rescue_takes_no_files_of_an_earlier_attempt(tmp_path):
     run, progress = resume(engine, data)
     assert progress.step == 29 and names_in(run) == ["step_000029"]
     assert batch_files(run.begin_rescue(30)) == []
+
+
+def test_steps_are_compared_as_numbers(tmp_path):
+    """From step 1,000,000 on names no longer sort by step."""
+    for step in (999_999, 1_000_000):
+        step_folder(tmp_path, step).mkdir()
+    put_away_other_history(tmp_path, 1_000_001)
+    assert [step for step, _ in step_folders(tmp_path)] == [999_999, 1_000_000]
+
+    move_latest(tmp_path, "step_1000000")
+    check_latest(tmp_path, whole_looking(tmp_path))
+    step_folder(tmp_path, 1_000_000).rmdir()
+    with pytest.raises(ValueError, match="names step_1000000, which is not there"):
+        check_latest(tmp_path, whole_looking(tmp_path))
