@@ -26,6 +26,7 @@ from megadiff.models.rotary import rotate_pairs
 from megadiff.process.variants import with_own_variants
 
 IMAGE, TEXT = STREAMS
+ORIGINAL = "_torchdynamo_orig_callable"  # of a compiled function, by torch
 # Sizes of calls that get kernels of their own: a run's, those of its gate and its evaluations.
 FIXED_SIZES = 4
 # Of a row that is normalised, in numbers. Rows of a head are shorter, a GPU takes many at once.
@@ -63,7 +64,9 @@ def fix_sizes(model: nn.Module, *, num_rows: Callable[[], int]) -> None:
     """
     sizes: set[tuple[int, ...]] = set()
     for block in model.modules():
-        if type(block).__name__ in getattr(model, "_repeated_blocks", ()):
+        is_block = type(block).__name__ in getattr(model, "_repeated_blocks", ())
+        # vllm-omni goes on with blocks that torch could not compile
+        if is_block and hasattr(block.forward, ORIGINAL):
             block.forward = _choosing(block.forward, sizes, num_rows)
 
 
@@ -74,8 +77,7 @@ def _choosing(
 
     sizes: that are fixed, of all blocks; filled here.
     """
-    stock: Any = any_size
-    fixed = torch.compile(with_own_variants(stock._torchdynamo_orig_callable), dynamic=True)
+    fixed = torch.compile(with_own_variants(getattr(any_size, ORIGINAL)), dynamic=True)
     signature = inspect.signature(any_size)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

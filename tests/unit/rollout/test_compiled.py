@@ -150,6 +150,12 @@ def test_only_whole_calls_of_a_run_have_a_size_fixed(compiled):
     assert ran == ["any", "any", "any", 8, "any", 8]
 
 
+def test_a_block_that_could_not_be_compiled_stays_as_it_is():
+    block = Block()
+    fix_sizes(Model(block), num_rows=lambda: 4)
+    assert "forward" not in vars(block)
+
+
 def test_a_stream_that_holds_the_text_keeps_its_length_free(compiled):
     tuned, variants, _ = compiled
     block = tuned(OneStream())
