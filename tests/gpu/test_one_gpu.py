@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,14 +84,13 @@ def _offloading_worker(pipeline, backend):
     assert all(torch.equal(tensor, other_state[key]) for key, tensor in state.items())
 
 
-@pytest.fixture(scope="module")
-def replica(tiny_model, tmp_path_factory):
-    """A replica on the GPU."""
-    folder = tmp_path_factory.mktemp("replica")
+@contextmanager
+def serving(tiny_model, folder, *options):
+    """A client of a replica on the GPU."""
     with (folder / "log").open("wb") as log:
         command = [sys.executable, "-m", "megadiff.cli.serve", str(tiny_model)]
         command += ["--dtype=float32", "--port=0", "--name=gpu", f"--registry={folder}"]
-        command += [f"--parent-pid={os.getpid()}"]
+        command += [f"--parent-pid={os.getpid()}", *options]
         process = subprocess.Popen(
             command,
             stdout=log,
@@ -103,9 +103,15 @@ def replica(tiny_model, tmp_path_factory):
             -3000:
         ]
         time.sleep(0.2)
-    yield ReplicaClient(json.loads((folder / "gpu.json").read_text())["url"], "gpu", timeout_s=120)
+    yield ReplicaClient(json.loads((folder / "gpu.json").read_text())["url"], "gpu", timeout_s=300)
     process.terminate()
     process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def replica(tiny_model, tmp_path_factory):
+    with serving(tiny_model, tmp_path_factory.mktemp("replica")) as client:
+        yield client
 
 
 REQUEST = RolloutRequest(
@@ -128,6 +134,20 @@ def test_a_replica_frees_its_weights_until_a_push_brings_them(replica, tiny_mode
     after = replica.generate(REQUEST)
     assert torch.equal(before.latents_GSLC, after.latents_GSLC)
     assert torch.equal(before.pixels_GFHWC, after.pixels_GFHWC)
+
+
+def test_a_compiled_replica_draws_what_an_eager_one_draws(replica, tiny_model, tmp_path):
+    """Calls of the size that it has kernels for, of others, and of texts of other lengths."""
+    texts = ["a red picture", "a red picture of a blue circle", "red"]
+    with serving(tiny_model, tmp_path, "--compile") as compiled:
+        for indices in ((0, 1, 2, 3), (0, 1), (4, 5, 6), (0, 1, 2, 3, 4), (7,), (0, 1, 2, 3)):
+            for number, text in enumerate(texts):
+                prompt = Prompt(text=text, id=str(number) * 16)
+                request = replace(REQUEST, prompt=prompt, sample_indices=indices)
+                eager, other = replica.generate(request), compiled.generate(request)
+                torch.testing.assert_close(
+                    other.latents_GSLC, eager.latents_GSLC, rtol=1e-3, atol=1e-3
+                )
 
 
 def test_lora_outlives_sleep(replica, tiny_model):
