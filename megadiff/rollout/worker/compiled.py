@@ -31,6 +31,8 @@ ORIGINAL = "_torchdynamo_orig_callable"  # of a compiled function, by torch
 FIXED_SIZES = 4
 # Of a row that is normalised, in numbers. Rows of a head are shorter, a GPU takes many at once.
 LONG_ROWS = range(257, 4097)
+_stock_choice = InductorChoices.should_use_persistent_reduction
+_is_in_block = False  # whether what is compiled now is a block's
 
 
 def tune_blocks(model: nn.Module, *, num_rows: Callable[[], int]) -> None:
@@ -122,10 +124,6 @@ def _rotate(x_BTHD: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
     """Rotate as vllm-omni's RotaryEmbedding: of tables [B, T, P] the first row holds for all."""
     tables = [table[0] if table.ndim == 3 else table for table in (cos_TP, sin_TP)]
     return rotate_pairs(x_BTHD, *tables)
-
-
-_stock_choice = InductorChoices.should_use_persistent_reduction
-_is_in_block = False  # whether what is compiled now is a block's
 
 
 @contextmanager

@@ -107,12 +107,10 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
         if not self.od_config.enforce_eager:
             self._compiling = FirstRounds(COMPILING_PUSHES)
-            for component in self._components:
-                if self._pipeline.device.type == "cuda":
-                    tune_blocks(
-                        self._pipeline.get_submodule(component),
-                        num_rows=lambda: self._pipeline.num_rows,
-                    )
+            components = self._components if self._pipeline.device.type == "cuda" else ()
+            for component in components:
+                network = self._pipeline.get_submodule(component)
+                tune_blocks(network, num_rows=lambda: self._pipeline.num_rows)
 
         if custom_pipeline_args.get("fp8"):
             self._fp8 = Fp8Linears(
