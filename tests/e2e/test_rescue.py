@@ -302,9 +302,13 @@ def check_profile(folder: Path) -> None:
         # it multiplies, each in its own process
         assert any(event["name"] == "aten::addmm" for event in events), name
     text = (folder / "summary.md").read_text()
+    stages = re.findall(r"^\| (\w+) \| [0-9.]+ \|", text, re.MULTILINE)
+    assert {"rollout", "train", "sample", "sync", "measure", "reward", "room"} <= set(stages)
+    assert "`aten::" in text
+    # A step is half a second here: cores that are lent elsewhere for 50 ms are a tenth of it. The
+    # smallest of train, rollout and sync is 12 %; on a GPU 99 to 100 % are named.
     share = re.search(r"of which ([0-9.]+)% is in a named stage", text)
-    assert share and float(share[1]) >= 95
-    assert "| rollout |" in text and "| train |" in text and "`aten::" in text
+    assert share and float(share[1]) >= 85
 
 
 def check_stacks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
