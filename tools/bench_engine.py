@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 from bench_machine import cpu_name, versions, visible_gpus
-from one_rank import check_called, pretend
+from one_rank import check_alone, check_called, pretend
 from random_weights import write_random_transformer
 from torch.autograd import DeviceType
 from torch.profiler import profile
@@ -180,19 +180,12 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
 
 
 def _pretend(world_size: int, config: Config) -> None:
-    found = {
+    sizes = {
         "WORLD_SIZE": int(os.environ["WORLD_SIZE"]),
         "sp": config.parallel.sp,
         "tp": config.parallel.tp,
     }
-    if config.engine.backend != "veomni" or set(found.values()) != {1}:
-        sizes = ", ".join(f"{name}={size}" for name, size in found.items())
-        raise ValueError(
-            f"--rank-of {world_size} imitates FSDP2's collectives on one GPU, but found "
-            "engine.backend="
-            f"{config.engine.backend}, {sizes}; use engine.backend=veomni, --gpus 1 and no "
-            "parallel.sp or parallel.tp"
-        )
+    check_alone(world_size, config.engine.backend, sizes)
     pretend(world_size)
 
 

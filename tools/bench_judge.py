@@ -1,12 +1,10 @@
 """Ask a yes / no judge of real size that a vLLM server of this machine serves.
 
-Started by bench_rewards.py, which says how. Imports no torch: the GPU is the server's alone.
+Started by bench_rewards.py, which says how. The GPU is the server's alone.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 import shutil
 import socket
@@ -25,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from megadiff.rewards.vlm_client import picture_url
+
 Report = Callable[..., None]
 IN_FLIGHT = 64
 ALONE = 32  # requests whose answers alone and in a burst are compared
@@ -38,14 +38,6 @@ def picture(number: int, side: int) -> NDArray[np.uint8]:
     coarse = noise.integers(0, 256, (9, 9, 3), dtype=np.uint8)
     soft = np.asarray(Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC))
     return soft // 2 + 60 + noise.integers(0, 8, (side, side, 1), dtype=np.uint8)
-
-
-def as_url(pixels: NDArray[np.uint8]) -> str:
-    """Return the picture as lossless WebP, as the reward vlm sends it."""
-    out = io.BytesIO()
-    # Of lossless pictures, quality is effort: 0 takes a third of the time of 80.
-    Image.fromarray(pixels).save(out, "WEBP", lossless=True, quality=0, method=0)
-    return "data:image/webp;base64," + base64.b64encode(out.getvalue()).decode()
 
 
 class Judge:
@@ -68,7 +60,7 @@ class Judge:
     def body(self, number: int) -> dict[str, Any]:
         question = f'Does this image show "a red cup number {number}"? Please answer yes or no.'
         content = [
-            {"type": "image_url", "image_url": {"url": as_url(picture(number, self.side))}},
+            {"type": "image_url", "image_url": {"url": picture_url(picture(number, self.side))}},
             {"type": "text", "text": question},
         ]
         return {

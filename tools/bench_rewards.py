@@ -39,6 +39,7 @@ from bench_machine import cpu_name, versions, visible_gpus
 from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.base import Reward, RewardContext, RewardSample
 from megadiff.rewards.score import Scorer
+from megadiff.rewards.vlm_client import picture_url
 from megadiff.types import Prompt, RolloutGroup, Sampling
 
 JUDGE_S = 0.5  # a request's seconds
@@ -78,7 +79,7 @@ class AskingReward(Reward):
 
     def score(self, samples: Sequence[RewardSample]) -> list[float]:
         (sample,) = samples
-        url = bench_judge.as_url(sample.pixels[0])
+        url = picture_url(sample.pixels[0])
         return [float(self.http.post(self.url, json={"image": url}).text)]
 
 

@@ -133,14 +133,11 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
 
 def check_rank_of(config: Config, options: argparse.Namespace) -> None:
     """Raise ValueError for what one rank of many cannot imitate."""
+    # Not at the top: it imports torch, which is for the ranks alone.
+    from one_rank import check_alone
+
     sizes = {"--gpus": options.gpus, "sp": config.parallel.sp, "tp": config.parallel.tp}
-    if config.engine.backend != "veomni" or set(sizes.values()) != {1}:
-        found = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(
-            f"--rank-of {options.rank_of} imitates FSDP2's collectives on one GPU, but found "
-            f"engine.backend={config.engine.backend}, {found}; use engine.backend=veomni, --gpus 1 "
-            "and no parallel.sp or parallel.tp"
-        )
+    check_alone(options.rank_of, config.engine.backend, sizes)
 
 
 def _model(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[Path, dict]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,20 @@ STAND_INS = {
     "reduce": ("reduce_scatter_single", "reduce_scatter_tensor"),
 }
 calls = Counter[str]()  # of each stand-in
+
+
+def check_alone(world_size: int, backend: str, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError for what one rank of many cannot imitate.
+
+    sizes: name → number of GPUs that share in it, of all that could share.
+    """
+    if backend != "veomni" or set(sizes.values()) != {1}:
+        text = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"--rank-of {world_size} imitates FSDP2's collectives on one GPU, but found "
+            f"engine.backend={backend}, {text}; use engine.backend=veomni, --gpus 1 and no "
+            "parallel.sp or parallel.tp"
+        )
 
 
 def pretend(world_size: int) -> None:

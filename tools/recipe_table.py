@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
-from megadiff.observe.text_files import text_between
+from megadiff.observe.text_files import rewrite_page, text_between
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "configs" / "recipes"
@@ -116,12 +116,7 @@ def with_table(page: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Rewrite the table of the page that argv names."""
-    if len(argv) != 1:
-        sys.stderr.write(f"{__doc__}\n")
-        return 2
-    page = Path(argv[0])
-    page.write_text(with_table(page.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
+    return rewrite_page(argv, with_table, usage=str(__doc__))
 
 
 if __name__ == "__main__":

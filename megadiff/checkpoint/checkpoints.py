@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megadiff.checkpoint.background import CopyMemory, RankWrite
 from megadiff.checkpoint.base_weights import base_difference
-from megadiff.checkpoint.beside import Beside
 from megadiff.checkpoint.retention import (
     ASIDE,
     check_latest,
@@ -58,6 +57,22 @@ LOOK_S = 0.2  # between two looks for the files of all ranks
 
 class CheckpointError(AgreedError):
     """A checkpoint could not be written; on every rank."""
+
+
+class Beside(Protocol):
+    """Write files beside the weights of a step, such as the samples of the next one."""
+
+    def settle(self) -> None:
+        """Wait until all ranks can write. Collective."""
+
+    def writer(self, step: int) -> Callable[[Path], None] | None:
+        """Return what writes this rank's files after `step` steps, None where it has none.
+
+        Not collective. What it writes does not change any more: it may run in a thread, and later.
+        """
+
+    def drop_incomplete(self, folder: Path, step: int) -> None:
+        """Remove the files, on rank 0, where a rescue could not write those of all ranks."""
 
 
 class Checkpoints:

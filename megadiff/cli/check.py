@@ -22,6 +22,7 @@ from megadiff.planner.model_facts import (
     TrainedFacts,
     model_facts,
 )
+from megadiff.process.words import short_count
 
 RANK = 64  # of the LoRA whose parameters are shown
 BFLOAT16_BYTES = 2
@@ -79,7 +80,7 @@ def _lines(facts: ModelFacts) -> Iterator[str]:
 
 def _component_lines(component: ComponentFacts) -> Iterator[str]:
     label = f"{component.name}{' *' if component.is_trained else ''}"
-    parameters = _billions(component.num_parameters)
+    parameters = short_count(component.num_parameters)
     sizes = dict(component.num_bytes)
     if not sizes:
         sizes = {"(bfloat16)": BFLOAT16_BYTES * component.num_parameters}
@@ -92,12 +93,12 @@ def _trained_lines(trained: TrainedFacts) -> Iterator[str]:
     heads = f"{trained.num_heads} heads of {trained.head_width}"
     yield f"* trained: {trained.num_blocks} blocks, {heads}"
     if trained.num_unused:
-        yield f"  never trained, as nobody reads them: {_billions(trained.num_unused)}"
+        yield f"  never trained, as nobody reads them: {short_count(trained.num_unused)}"
     if trained.num_frozen:
-        yield f"  frozen: {_billions(trained.num_frozen)}"
+        yield f"  frozen: {short_count(trained.num_frozen)}"
     if trained.constants:
         yield f"  constants, read and never trained: {', '.join(trained.constants)}"
-    parameters = _billions(RANK * trained.lora_parameters)
+    parameters = short_count(RANK * trained.lora_parameters)
     yield f"  LoRA of rank {RANK}: {parameters} in {', '.join(trained.lora)}"
     yield f"  tp: {', '.join(map(str, trained.tp))}; tp·sp divides {trained.num_heads}"
 
@@ -109,10 +110,3 @@ def _schedule_lines(facts: ModelFacts) -> Iterator[str]:
     keys = ", ".join(f"{key}={value}" for key, value in schedule.items())
     yield f"  schedule: {' '.join(filter(None, (str(class_name), keys)))}"
     yield f"  sigmas of {STEPS} steps at {EXAMPLE_PIXELS}²: {sigmas}"
-
-
-def _billions(count: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return str(count)

@@ -8,6 +8,7 @@ from pathlib import Path
 from megadiff.doctor.downloads import download_findings
 from megadiff.doctor.finding import Finding, error, ok, refusal, size_text
 from megadiff.planner.model_facts import ComponentFacts, ModelFacts, model_facts
+from megadiff.process.words import short_count
 from megadiff.tensors.stored_tensors import FLOATS
 
 TRAINABLE = [str(dtype).removeprefix("torch.") for dtype in FLOATS]
@@ -46,7 +47,7 @@ def _unknown(message: str) -> Finding:
 
 def _sizes(component: ComponentFacts) -> str:
     stored = [f"{size_text(size)} {dtype}" for dtype, size in component.num_bytes.items()]
-    text = f"{_count(component.num_parameters)} parameters, "
+    text = f"{short_count(component.num_parameters)} parameters, "
     text += " and ".join(stored) or "no weights here"
     return f"{text}, {component.class_name}{'; trained' if component.is_trained else ''}"
 
@@ -73,16 +74,9 @@ def _trained(facts: ModelFacts) -> Finding:
 
     return ok(
         "trained",
-        f"{_count(count - never)} of {_count(count)} parameters in {trained.num_blocks} "
-        f"blocks; a LoRA of rank {RANK} trains {_count(lora)} of each component",
+        f"{short_count(count - never)} of {short_count(count)} parameters in {trained.num_blocks} "
+        f"blocks; a LoRA of rank {RANK} trains {short_count(lora)} of each component",
     )
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
 
 
 def _problems(facts: ModelFacts, told: list[str]) -> Iterator[Finding]:

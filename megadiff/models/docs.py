@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from megadiff.models.registry import FAMILIES, Family, families
-from megadiff.observe.text_files import text_between
+from megadiff.observe.text_files import rewrite_page, text_between
 
 START = "<!-- made by python -m megadiff.models.docs README.md -->\n"
 END = "<!-- end of the models -->"
@@ -41,12 +40,7 @@ def with_table(page: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Rewrite the table of the page that argv names."""
-    if len(argv) != 1:
-        sys.stderr.write(f"{__doc__}\n")
-        return 2
-    page = Path(argv[0])
-    page.write_text(with_table(page.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
+    return rewrite_page(argv, with_table, usage=str(__doc__))
 
 
 if __name__ == "__main__":

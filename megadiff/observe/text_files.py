@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +55,16 @@ def text_between(page: str, text: str, *, start: str, end: str) -> str:
     if not found_start or not found_end:
         raise ValueError(f"the page lacks the lines {start.strip()!r} and {end!r}; add them")
     return f"{before}{start}\n{text}\n{end}{after}"
+
+
+def rewrite_page(argv: Sequence[str], with_table: Callable[[str], str], *, usage: str) -> int:
+    """Rewrite the page that argv names, for a program that makes its table.
+
+    Returns the program's exit code: 2, with the usage on stderr, for other arguments than a page.
+    """
+    if len(argv) != 1:
+        sys.stderr.write(f"{usage}\n")
+        return 2
+    page = Path(argv[0])
+    page.write_text(with_table(page.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
