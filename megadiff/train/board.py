@@ -81,6 +81,7 @@ class Board:
         self.folder = folder
         self._files = [folder / f"rank_{rank:05d}.json" for rank in range(world_size)]
         self.own_state = RankState(rank=rank, host=process_home(), pid=os.getpid())
+        self._was_missing = False  # the folder, at the last look
 
     def lay_out(self) -> None:
         """Make all files, empty, and remove those of earlier attempts."""
@@ -89,6 +90,19 @@ class Board:
         self.folder.mkdir(parents=True)
         for path in (self.folder / ALARM, *self._files):
             _overwrite(path, {})
+
+    def is_gone(self) -> bool:
+        """Say whether the folder was missing at this look and at the one before.
+
+        Raises OSError where the filesystem did not answer, which says nothing of the folder.
+        """
+        was_missing = self._was_missing
+        self._was_missing = False
+        try:
+            self.folder.stat()
+        except FileNotFoundError:
+            self._was_missing = True
+        return was_missing and self._was_missing
 
     def say(self, **changes: object) -> None:
         """Change this rank's state and show it to the others."""
@@ -133,6 +147,26 @@ class Board:
             if not any(state.is_alive() for state in waiting) or time.monotonic() > deadline:
                 return states
             time.sleep(POLL_S * max(1.0, len(states) / 8))  # each rank reads all ranks' files
+
+
+def disagreement(states: list[RankState]) -> str:
+    """Return '' when all ranks stand at one optimizer step of one attempt, else who does not."""
+    for state in states:
+        if not state.has_come("settled") and not state.is_alive():
+            gone = f"rank {state.rank} (pid {state.pid} on {state.host.split('/')[0]})"
+            return f"{gone} is gone, and its part of the weights with it"
+        if not state.has_come("settled"):
+            return f"rank {state.rank} does not answer"
+
+    first = states[0]
+    for state in states[1:]:
+        if state.steps != first.steps:
+            return (
+                f"rank {first.rank} is at optimizer step {first.steps}, "
+                f"rank {state.rank} at {state.steps}: their weights are of two policies"
+            )
+
+    return ""
 
 
 def _overwrite(path: Path, row: dict[str, object]) -> None:

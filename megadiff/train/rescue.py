@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.engines.base import Engine
 from megadiff.observe.events import Events
-from megadiff.train.board import MOST_CHARS, Board, RankState
+from megadiff.train.board import MOST_CHARS, Board, RankState, disagreement
 from megadiff.train.stop import (
     CLOSE_S,
     FINISH_S,
@@ -36,6 +36,7 @@ from megadiff.types import Progress
 logger = logging.getLogger(__name__)
 ANSWER_S = 30.0  # for a rank to say where it stands
 CATCH_UP_S = 10.0  # for ranks to come to the same optimizer step
+WARN_S = 60.0  # between two warnings of a filesystem that does not answer
 SAVE_S = 1800.0  # for a rank to write its part; one of this node that is gone is seen at once
 
 
@@ -86,6 +87,7 @@ class Rescue:
         self._reason = ""
         self._is_last_save = False  # all ranks write the checkpoint after which they leave
         self._patience_s = ANSWER_S
+        self._warned_s = -math.inf
         self._thread = threading.Thread(target=self._run, name="rescue", daemon=True)
 
     def start(self, *, ends_process: bool = True) -> None:
@@ -176,7 +178,10 @@ class Rescue:
         """Wait for a reason to end; '' after stop()."""
         while not self._stopped.is_set():
             self.requests.listen()
-            self._look_around()
+            try:
+                self._look_around()
+            except OSError as error:  # a network filesystem has its moments; the run goes on
+                self._warn(error)
             if self._reason and not self._stopped.is_set():
                 with suppress(OSError):  # the others have the same signal, or see this rank end
                     self.board.raise_alarm(self._reason, self.exit_code)
@@ -199,8 +204,14 @@ class Rescue:
         if alarm.reason:
             self._reason = alarm.reason
             self.exit_code = alarm.exit_code
-        elif not self.board.folder.exists():
+        elif self.board.is_gone():
             self._reason = f"{self.board.folder} is gone, another attempt of the run began"
+
+    def _warn(self, error: OSError) -> None:
+        """Warn that a look failed, and not at every look."""
+        if time.monotonic() - self._warned_s >= WARN_S:
+            self._warned_s = time.monotonic()
+            logger.warning("%s does not answer: %s; looking again", self.board.folder, error)
 
     def rescue(self, reason: str) -> None:
         """Bring all ranks to one optimizer step, save, and say in one line what came of it."""
@@ -374,23 +385,3 @@ def _outcome(checkpoints: Checkpoints, first: RankState, problem: str) -> str:
     folder = checkpoints.folder_of(first.finished_step)
 
     return f"saved {folder}{beyond if more else ''}; {then}"
-
-
-def disagreement(states: list[RankState]) -> str:
-    """Return '' when all ranks stand at one optimizer step of one attempt, else who does not."""
-    for state in states:
-        if not state.has_come("settled") and not state.is_alive():
-            gone = f"rank {state.rank} (pid {state.pid} on {state.host.split('/')[0]})"
-            return f"{gone} is gone, and its part of the weights with it"
-        if not state.has_come("settled"):
-            return f"rank {state.rank} does not answer"
-
-    first = states[0]
-    for state in states[1:]:
-        if state.steps != first.steps:
-            return (
-                f"rank {first.rank} is at optimizer step {first.steps}, "
-                f"rank {state.rank} at {state.steps}: their weights are of two policies"
-            )
-
-    return ""

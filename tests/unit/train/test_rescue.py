@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -20,8 +21,8 @@ import torch
 
 from megadiff.engines.gate import StepGate
 from megadiff.train import rescue as rescue_module
-from megadiff.train.board import Board, RankState, RunAlarm
-from megadiff.train.rescue import Rescue, disagreement
+from megadiff.train.board import Board, RankState, RunAlarm, disagreement
+from megadiff.train.rescue import Rescue
 from megadiff.types import Progress
 from tests.distributed.ranks import run_command
 
@@ -234,6 +235,28 @@ def test_a_step_that_broke_off_is_not_saved(tmp_path, caplog):
     rank.rescue.rescue("ZeroDivisionError")
     assert "nothing was saved" in caplog.text and "broke off half-way" in caplog.text
     assert not list(tmp_path.glob("step_*"))
+
+
+def test_a_look_that_fails_ends_no_run_and_is_said_once(tmp_path, caplog, monkeypatch):
+    """A server that restarts answers no rank for a while; every rank looks once a second."""
+    (rank,) = [Rank(0, 1, tmp_path, random.Random(0))]
+    board = rank.rescue.board
+    board.lay_out()
+    looks = []
+
+    def fail() -> bool:
+        looks.append(time.monotonic())
+        if len(looks) == 4:
+            rank.rescue._stopped.set()
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(board, "is_gone", fail)
+    monkeypatch.setattr(rank.rescue.requests, "listen", lambda: None)
+    rank.rescue._run()
+    assert len(looks) == 4
+    assert not board.state(0).error and not board.alarm().reason
+    (warning,) = [record for record in caplog.records if "Stale" in record.message]
+    assert warning.message.endswith("looking again")
 
 
 def act(arguments: list[str]) -> int:
