@@ -33,6 +33,15 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-900}"
 # Says in one line which network NCCL chose, and why it failed. INFO says much more.
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 
+# The first machine's torchrun has a connection to each rank of all machines.
+most_files=$(ulimit -Hn)
+if [[ $most_files == unlimited ]] || ((most_files > 65536)); then
+  most_files=65536
+fi
+if [[ $(ulimit -Sn) != unlimited ]] && (($(ulimit -Sn) < most_files)); then
+  ulimit -Sn "$most_files"
+fi
+
 NNODES=${NNODES:-1}
 if [[ $NNODES == 1 ]]; then
   where=(--standalone)

@@ -37,6 +37,7 @@ from megadiff.parallel.mesh import (
     local_world_size_of,
     world_size_from_env,
 )
+from megadiff.process.descriptors import raise_soft_limit, rank_sockets, reserve_descriptors
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.lifeline import kill_children, launcher_pid, watch
 from megadiff.process.stacks import FOLDER as STACKS
@@ -116,6 +117,7 @@ def train_rank(config: Config, *, world_size: int, ends_process: bool = True) ->
     process.
     Raises what main() turns into an exit code, SystemExit among it: a signal asked to stop.
     """
+    raise_soft_limit()
     building = BuildWatch(ends_process=ends_process)
     launcher = _Launcher()
 
@@ -133,6 +135,7 @@ def train_rank(config: Config, *, world_size: int, ends_process: bool = True) ->
         # before ranks wait for one another, which is where runs hang
         announce(run_folder(config) / STACKS, f"rank_{os.environ.get('RANK', '0')}")
 
+        _reserve_sockets(config, layout)
         mesh = init_mesh(layout, config.run.device, timeout_s=collective_timeout_s(config))
         if mesh.device.type == "cpu" and "LOCAL_WORLD_SIZE" in os.environ:
             # torchrun gives each rank one thread.
@@ -178,6 +181,19 @@ def train_rank(config: Config, *, world_size: int, ends_process: bool = True) ->
             raise
         finally:
             run.rescue.stop()
+
+
+def _reserve_sockets(config: Config, layout: Layout) -> None:
+    """Raise ValueError where this process may not open what its groups need; gloo names no fix."""
+    backend = config.engine.backend
+    num_sockets = rank_sockets(
+        world_size=layout.world_size,
+        sp=layout.sp,
+        tp=layout.tp,
+        dp_replicate=layout.dp_replicate,
+        backend=backend,
+    )
+    reserve_descriptors(num_sockets, what=f"one of {layout.world_size} ranks with {backend}")
 
 
 def _write_report(run: Run | SftRun) -> None:

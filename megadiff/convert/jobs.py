@@ -28,6 +28,7 @@ from megadiff.convert.model_folders import (
 )
 from megadiff.convert.sources import Source, ordered_state
 from megadiff.convert.weight_index import check_index, new_index, write_index
+from megadiff.process.descriptors import reserve_descriptors
 from megadiff.tensors import lora_files
 from megadiff.tensors.shards import ShardFolder, ShardWriter, TensorBox
 from megadiff.tensors.stored_tensors import (
@@ -39,7 +40,7 @@ from megadiff.tensors.stored_tensors import (
     prefixed,
     total_bytes,
 )
-from megadiff.tensors.tensor_file import TensorFile, canonical_order, reserve_descriptors
+from megadiff.tensors.tensor_file import TensorFile, canonical_order
 from megadiff.types import DTYPES
 
 logger = logging.getLogger(__name__)

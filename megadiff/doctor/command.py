@@ -18,12 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megadiff.config.load import ConfigError, load_config
-from megadiff.config.schema import Config, SyncConfig
+from megadiff.config.schema import Config, EngineConfig, ParallelConfig, SyncConfig
 from megadiff.doctor import folders, gpus, machine, nodes, versions
 from megadiff.doctor.finding import Finding, error, ok, refusal, to_lines
 from megadiff.doctor.gpu_facts import GpuFacts
 from megadiff.doctor.probes import within
 from megadiff.observe.step_folders import step_folders
+from megadiff.process.descriptors import rank_sockets
 from megadiff.process.words import counted
 
 QUICK_S = 15.0  # a folder of a file server, which may be far
@@ -84,7 +85,7 @@ def _look(options: argparse.Namespace, arguments: list[str]) -> Iterator[Finding
 
     facts = versions.installed()
     yield from versions.version_findings(facts)
-    yield from _machine_findings(config)
+    yield from _machine_findings(config, options.world_size)
     yield from _guarded("clocks of nodes", NODES_S, lambda: nodes.node_findings(os.environ))
     gpu_facts, gpu_findings = gpus.look_at_gpus(facts.torch_cuda)
     yield from gpu_findings
@@ -94,7 +95,8 @@ def _look(options: argparse.Namespace, arguments: list[str]) -> Iterator[Finding
         yield from _disk_findings(config, needed_bytes=0)
 
 
-def _machine_findings(config: Config | None) -> Iterator[Finding]:
+def _machine_findings(config: Config | None, world_size: int) -> Iterator[Finding]:
+    """Yield what the machine grants. world_size: 0 where the user names none."""
     sync = config.sync if config else SyncConfig()
     yield from _guarded(
         "/dev/shm",
@@ -107,12 +109,30 @@ def _machine_findings(config: Config | None) -> Iterator[Finding]:
             )
         ],
     )
-    yield from machine.limit_findings(machine.read_limits())
+    yield from machine.limit_findings(
+        machine.read_limits(), num_sockets=_num_sockets(config, world_size)
+    )
     yield from _guarded(
         "ports", QUICK_S, lambda: machine.port_findings(machine.read_ports(os.environ))
     )
     for key, folder in _run_folders(config):
         yield from _guarded(key, QUICK_S, _folder_look(key, folder))
+
+
+def _num_sockets(config: Config | None, world_size: int) -> int:
+    """Count what a rank has to the others; 0 where nobody said how many they are."""
+    if not world_size:
+        return 0
+    engine = config.engine if config else EngineConfig()
+    parallel = config.parallel if config else ParallelConfig()
+    return rank_sockets(
+        world_size=world_size,
+        # a config's mistakes are told by its own finding
+        sp=max(1, parallel.sp),
+        tp=max(1, parallel.tp),
+        dp_replicate=max(1, parallel.dp_replicate),
+        backend=engine.backend,
+    )
 
 
 def _folder_look(key: str, folder: Path) -> Callable[[], Iterable[Finding]]:

@@ -19,6 +19,7 @@ MIB = 2**20
 QUEUE_BYTES = 256 * MIB
 NUM_BUCKETS = 2  # of sync.bucket_mib, alive at a time
 OPEN_FILES = 4096  # sockets, shards, shared tensors; the limit of a process
+OTHER_FILES = 1024  # beside the sockets of a large world
 STACK_BYTES = 8 * MIB  # of a thread; compilers recurse deeply
 UNLIMITED = resource.RLIM_INFINITY
 RENDEZVOUS_PORT = 29500  # launch/torchrun.sh
@@ -90,13 +91,17 @@ def read_limits() -> ProcessLimits:
     )
 
 
-def limit_findings(limits: ProcessLimits) -> Iterator[Finding]:
-    """Yield what to say of open files, locked memory and the stack."""
-    text = f"{_count(limits.open_files)} files may be open, {OPEN_FILES} are needed"
-    if _is_at_least(limits.open_files, OPEN_FILES):
+def limit_findings(limits: ProcessLimits, *, num_sockets: int = 0) -> Iterator[Finding]:
+    """Yield what to say of open files, locked memory and the stack.
+
+    num_sockets: of a rank to its world, 0 where the world is not known.
+    """
+    needed = max(OPEN_FILES, num_sockets + OTHER_FILES)
+    text = f"{_count(limits.open_files)} files may be open, {needed} are needed"
+    if _is_at_least(limits.open_files, needed):
         yield ok("ulimit -Hn", text)
     else:
-        yield error("ulimit -Hn", text, fix=f"ulimit -Hn {OPEN_FILES} as root, or limits.conf")
+        yield error("ulimit -Hn", text, fix=f"ulimit -Hn {needed} as root, or limits.conf")
 
     locked = "unlimited" if limits.locked == UNLIMITED else size_text(limits.locked)
     text = f"{locked} may be locked"

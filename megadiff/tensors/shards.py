@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megadiff.process.descriptors import reserve_descriptors
 from megadiff.tensors.covering import cover
 from megadiff.tensors.fingerprint import fingerprint
 from megadiff.tensors.model_files import parse_json
 from megadiff.tensors.seals import SEAL_KEY, UNSEALED
-from megadiff.tensors.tensor_file import TensorFile, TensorMeta, TensorWriter, reserve_descriptors
+from megadiff.tensors.tensor_file import TensorFile, TensorMeta, TensorWriter
 from megadiff.types import JsonObject, Shape
 
 SHARD_SUFFIX = ".safetensors"

@@ -13,7 +13,6 @@ import json
 import math
 import mmap
 import os
-import resource
 import struct
 import weakref
 from collections.abc import Mapping
@@ -44,7 +43,6 @@ DTYPES_BY_NAME = {
     "BOOL": torch.bool,
 }
 NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
-SPARE_DESCRIPTORS = 64  # for all that a process opens beside
 LENGTH_BYTES = 8  # of a header's length, in front of it
 LARGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses more
 LEAST_MAPPED = 1 << 20  # bytes; less is sooner read than mapped
@@ -231,26 +229,6 @@ def _entry(name: str, values: Mapping[str, Any]) -> _Entry:
     if not isinstance(entry.dtype, str) or any(type(number) is not int for number in numbers):
         raise ValueError(f"{name!r} has {values}")
     return entry
-
-
-def reserve_descriptors(count: int, *, what: str) -> None:
-    """Make room for so many more open files, raising the process's soft limit where it is lower.
-
-    Raises ValueError, which names `what` needs them, when the hard limit is lower.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # those of libraries count, too
-    num_open = len(os.listdir("/proc/self/fd"))
-    needed = num_open + count + SPARE_DESCRIPTORS
-    if needed <= soft:
-        return
-
-    if hard != resource.RLIM_INFINITY and needed > hard:
-        raise ValueError(
-            f"{what} needs {count} files open at once, but this process may open {hard} and has "
-            f"{num_open}; raise that limit (ulimit -Hn), or use fewer ranks"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def header_of(descriptor: int) -> bytes:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from megadiff.process.descriptors import raise_soft_limit
 from megadiff.process.garbage import collection_paused, freeze_startup_objects
 from megadiff.process.lifeline import exit_with, kill_children
 from megadiff.process.stacks import announce
@@ -46,6 +47,7 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
     if spec.parent_pid is not None:
         exit_with(spec.parent_pid)
 
+    raise_soft_limit()  # a client of each rank may be connected
     sampling_code()  # now, of the files that are about to be imported
     signal.signal(signal.SIGTERM, _on_sigterm)
     check_host(spec.host, token)

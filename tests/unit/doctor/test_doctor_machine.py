@@ -60,6 +60,8 @@ def test_limits() -> None:
     assert "1024 files may be open, 4096 are needed" in low["ulimit -Hn"].text
     assert "64.00 KiB may be locked, InfiniBand needs unlimited" in low["ulimit -l"].text
     assert "ulimit -s 8192" in low["ulimit -s"].fix
+    many = status_of(machine.limit_findings(replace(limits, open_files=4096), num_sockets=4493))
+    assert "4096 files may be open, 5517 are needed" in many["ulimit -Hn"].text
     free = machine.ProcessLimits(
         open_files=UNLIMITED, locked=UNLIMITED, stack=UNLIMITED, has_infiniband=True
     )

@@ -1,6 +1,7 @@
 """launch/torchrun.sh and launch/serve.sh: what they start on a node, and what they refuse."""
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,17 @@ def start(tmp_path):
 def test_one_node_needs_no_address(start):
     done = start("torchrun.sh", "2", "a.yaml", "seed=1")
     assert "--standalone --nproc-per-node 2 -m megadiff.cli.main train a.yaml seed=1" in done.stdout
+
+
+def test_torchrun_may_open_a_connection_to_every_rank(start, tmp_path):
+    (tmp_path / ".venv/bin/torchrun").write_text("#!/bin/bash\nulimit -Sn\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        done = start("torchrun.sh", "2", "a.yaml")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert int(done.stdout) == (65536 if hard == resource.RLIM_INFINITY else min(hard, 65536))
 
 
 @pytest.mark.parametrize(
