@@ -134,19 +134,35 @@ class Board:
     def alarm(self) -> RunAlarm:
         return RunAlarm(**_read(self.folder / ALARM))
 
-    def wait_for(self, phase: str, *, timeout_s: float, rank: int | None = None) -> list[RankState]:
-        """Return all states once a rank (None: every one) has come to the phase, or is gone.
+    def wait_for(self, phase: str, *, timeout_s: float) -> list[RankState]:
+        """Return all states once every rank has come to the phase, or is gone.
 
-        Returns after timeout_s at the latest.
+        Returns after timeout_s at the latest. The state of a rank that has come is the one that was
+        read first: what it says of that phase does not change.
         """
         deadline = time.monotonic() + timeout_s
+        states = self.states()
         while True:
-            states = self.states()
-            awaited = states if rank is None else [states[rank]]
-            waiting = [state for state in awaited if not state.has_come(phase)]
+            waiting = [state for state in states if not state.has_come(phase)]
             if not any(state.is_alive() for state in waiting) or time.monotonic() > deadline:
                 return states
-            time.sleep(POLL_S * max(1.0, len(states) / 8))  # each rank reads all ranks' files
+            self._pause(len(waiting))
+            # Only these: all ranks read at the same time, and one slow rank is waited for by all.
+            for state in waiting:
+                states[state.rank] = self.state(state.rank)
+
+    def wait_for_rank(self, rank: int, phase: str, *, timeout_s: float) -> RankState:
+        """Return a rank's state once it has come to the phase, or is gone, or after timeout_s."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            state = self.state(rank)
+            if state.has_come(phase) or not state.is_alive() or time.monotonic() > deadline:
+                return state
+            self._pause(1)
+
+    def _pause(self, num_files: int) -> None:
+        """Wait before the next look at so many files, which every rank takes."""
+        time.sleep(POLL_S * max(1.0, num_files / 8, len(self._files) / 64))
 
 
 def disagreement(states: list[RankState]) -> str:

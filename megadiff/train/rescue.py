@@ -252,7 +252,7 @@ class Rescue:
 
         # Not before rank 0 is done: torchrun ends all ranks when the first of them ends.
         if first.has_come("settled"):
-            self.board.wait_for("done", rank=0, timeout_s=SAVE_S)
+            self.board.wait_for_rank(0, "done", timeout_s=SAVE_S)
 
     def _settled(self) -> list[RankState]:
         """Bring all ranks to one optimizer step, at the end of a step if it can be.
@@ -332,7 +332,14 @@ class Rescue:
         except (OSError, ValueError, RuntimeError) as error:
             self.board.say(error=f"{type(error).__name__}: {error}"[:MOST_CHARS])
 
-        states = self.board.wait_for("saved", timeout_s=SAVE_S)
+        deadline = time.monotonic() + SAVE_S
+        if self.board.own_state.rank:
+            # Rank 0 looks at all ranks. Only where it cannot tell does each look for itself.
+            told = self.board.wait_for_rank(0, "done", timeout_s=SAVE_S)
+            if told.phase == "done":
+                return ""
+
+        states = self.board.wait_for("saved", timeout_s=deadline - time.monotonic())
         failed = [state for state in states if state.error or not state.has_come("saved")]
         if failed:
             reason = failed[0].error or "it is gone, or took too long"

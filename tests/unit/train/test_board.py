@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import errno
 import shutil
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from megadiff.train.board import Board
+from megadiff.train import board as board_module
+from megadiff.train.board import Board, disagreement
 
 
 @pytest.fixture
@@ -50,3 +55,57 @@ def test_a_filesystem_that_does_not_answer_says_nothing_of_the_folder(board, mon
         with pytest.raises(OSError, match="injected"):
             board.is_gone()
     assert [board.is_gone(), board.is_gone()] == [False, True]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the files that are read from now on."""
+    names: list[str] = []
+    real = board_module._read
+
+    def read(path: Path) -> dict[str, object]:
+        names.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(board_module, "_read", read)
+    return names
+
+
+def say_as(board: Board, rank: int, phase: str, **changes: object) -> None:
+    peer = Board(board.folder, rank=rank, world_size=3)
+    peer.say(phase=phase, **changes)
+
+
+def test_waiting_for_one_rank_reads_its_file_alone(board, reads):
+    assert board.wait_for_rank(0, "done", timeout_s=0.2).phase == "running"
+    say_as(board, 0, "done")
+    assert board.wait_for_rank(0, "done", timeout_s=20).phase == "done"
+    assert set(reads) == {"rank_00000.json"}
+
+
+def test_states_that_have_come_are_not_read_again(board, reads):
+    say_as(board, 0, "closed", steps=4)
+    say_as(board, 1, "closed", steps=4)
+    threading.Timer(0.3, say_as, (board, 2, "closed"), {"steps": 5}).start()
+    states = board.wait_for("closed", timeout_s=20)
+    assert [state.steps for state in states] == [4, 4, 5]
+    assert reads.count("rank_00000.json") == reads.count("rank_00001.json") == 1
+    assert reads.count("rank_00002.json") > 2
+
+
+def test_a_rank_that_ends_after_it_has_come_still_counts(board, reads):
+    """What it said stands; whoever needs more of it finds it gone at the next phase."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    say_as(board, 0, "settled", pid=ended.pid)
+    say_as(board, 1, "settled")
+    say_as(board, 2, "settled")
+    states = board.wait_for("settled", timeout_s=20)
+    assert disagreement(states) == ""
+    assert board.neighbour_is_gone()
+    began = time.monotonic()
+    say_as(board, 1, "saved")
+    say_as(board, 2, "saved")
+    states = board.wait_for("saved", timeout_s=20)
+    assert time.monotonic() - began < 5
+    assert [state.has_come("saved") for state in states] == [False, True, True]

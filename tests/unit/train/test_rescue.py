@@ -14,87 +14,15 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from megadiff.engines.gate import StepGate
 from megadiff.train import rescue as rescue_module
 from megadiff.train.board import Board, RankState, RunAlarm, disagreement
-from megadiff.train.rescue import Rescue
-from megadiff.types import Progress
 from tests.distributed.ranks import run_command
+from tests.unit.train.rescued import UPDATES_PER_STEP, Rank
 
 ROOT = Path(__file__).parents[3]
-UPDATES_PER_STEP = 2
-CPU = torch.device("cpu")
-
-
-class Engine:
-    """Weights that count their updates; the file of a rank says how many."""
-
-    def __init__(self, rank: int) -> None:
-        self.gate = StepGate(CPU)
-        self.rank = rank
-        self.weight = 0
-
-    def save_now(self, folder: Path, timeout_s: float) -> None:
-        self.gate.end(timeout_s)
-        if self.gate.is_torn:
-            raise RuntimeError("an optimizer step broke off half-way")
-        (folder / f"rank_{self.rank}.json").write_text(json.dumps(self.weight))
-
-
-class Checkpoints:
-    """Folders as train.checkpoint has them, without tensors."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.saved_step = 0
-        self.in_flight = None
-        self.config = SimpleNamespace(checkpoint=SimpleNamespace(resume="auto"))
-
-    def folder_of(self, step: int) -> Path:
-        return self.folder / f"step_{step}"
-
-    def begin_rescue(self, step: int) -> Path:
-        aside = self.folder / f".writing_{step}"
-        aside.mkdir(exist_ok=True)
-        return aside
-
-    def save_beside(self, aside: Path, step: int) -> None:
-        pass
-
-    def complete(self, aside: Path, progress: Progress) -> None:
-        aside.rename(self.folder_of(progress.step))
-        self.saved_step = progress.step
-
-
-class Rank:
-    """A main thread that trains in step with its peers, and its rescue."""
-
-    def __init__(self, rank: int, size: int, folder: Path, source: random.Random) -> None:
-        self.engine = Engine(rank)
-        self.checkpoints = Checkpoints(folder)
-        self.progress = Progress()
-        board = Board(folder / ".ranks-test", rank=rank, world_size=size)
-        self.rescue = Rescue(self.engine, self.checkpoints, board, self.progress)
-        self.pauses = [source.uniform(0, 0.004) for _ in range(400)]
-
-    def train(self, reduce: threading.Barrier) -> None:
-        """reduce stands for the all-reduce of the gradient's norm, which every rank must join."""
-        for update, pause in enumerate(self.pauses, start=1):
-            time.sleep(pause)
-            try:
-                reduce.wait(timeout=20)
-            except threading.BrokenBarrierError:
-                return
-            with self.engine.gate.step():
-                self.engine.weight += 1
-                time.sleep(pause / 4)
-            if update % UPDATES_PER_STEP == 0:
-                self.rescue.finish_step(self.progress, {"position": update})
 
 
 def start_ranks(folder: Path, size: int, seed: int) -> tuple[list[Rank], threading.Barrier]:
@@ -166,6 +94,66 @@ def test_a_part_that_cannot_be_written_is_said(tmp_path, caplog, monkeypatch):
     rank.rescue.rescue("AgreedError: the judge is out")
     assert "AgreedError: the judge is out: nothing was saved" in caplog.text
     assert "No space left on device" in caplog.text
+
+
+def test_ranks_leave_the_look_at_all_parts_to_rank_0(tmp_path, monkeypatch):
+    """With hundreds of ranks each would read hundreds of files, and again until all are there."""
+    ranks = [Rank(rank, 3, tmp_path, random.Random(0)) for rank in range(3)]
+    ranks[0].rescue.board.lay_out()
+    looks = []
+    for number, rank in enumerate(ranks):
+        board = rank.rescue.board
+        board.say()
+        rank.rescue.finish_step(rank.progress, {})
+        wait_for = board.wait_for
+
+        def look(phase, *, number=number, wait_for=wait_for, timeout_s):
+            looks.append((number, phase))
+            return wait_for(phase, timeout_s=timeout_s)
+
+        monkeypatch.setattr(board, "wait_for", look)
+
+    threads = [threading.Thread(target=rank.rescue.rescue, args=("SIGTERM",)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert (tmp_path / "step_1").is_dir()
+    assert [number for number, phase in looks if phase == "saved"] == [0]
+
+
+def test_a_part_of_rank_0_that_fails_lets_no_rank_leave_before_the_others(tmp_path, monkeypatch):
+    """Its error says nothing of them, and torchrun ends all ranks with the first that ends."""
+    ranks = [Rank(rank, 3, tmp_path, random.Random(0)) for rank in range(3)]
+    ranks[0].rescue.board.lay_out()
+    written = []
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def slow(*_: object) -> None:
+        time.sleep(1.5)
+        written.append(time.monotonic())
+
+    monkeypatch.setattr(ranks[0].engine, "save_now", full)
+    monkeypatch.setattr(ranks[2].engine, "save_now", slow)
+    left = {}
+
+    def run(number: int) -> None:
+        ranks[number].rescue.rescue("SIGTERM")
+        left[number] = time.monotonic()
+
+    for rank in ranks:
+        rank.rescue.board.say()
+        rank.rescue.finish_step(rank.progress, {})
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert min(left.values()) > written[0]
 
 
 def test_ranks_of_two_policies_are_not_saved_together():
