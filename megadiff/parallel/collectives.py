@@ -79,6 +79,28 @@ def gather_json(value: object, group: dist.ProcessGroup) -> list[Any]:
     ]
 
 
+def gather_json_at(
+    value: object, *, destination: int, group: dist.ProcessGroup
+) -> list[Any] | None:
+    """Return the JSON values of a gloo group's members, in the order of their ranks.
+
+    Global rank `destination` alone receives and decodes them; the others get None.
+    """
+    body = json.dumps(value).encode()
+    longest = torch.tensor([len(body)], dtype=torch.int64)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+
+    # gather takes tensors of one size, and JSON may end in spaces
+    padded = torch.frombuffer(bytearray(body.ljust(int(longest.item()))), dtype=torch.uint8)
+    if dist.get_rank() != destination:
+        dist.gather(padded, dst=destination, group=group)
+        return None
+
+    bodies = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
+    dist.gather(padded, bodies, dst=destination, group=group)
+    return [json.loads(received.numpy().tobytes()) for received in bodies]
+
+
 class AgreedError(RuntimeError):
     """Tell of a failure that every rank knows of, raised on all at the same point of the step."""
 

@@ -92,7 +92,8 @@ class Recorder:
     ) -> None:
         """Log the finished step `step` (from 1), with the timers' seconds.
 
-        figures: equal on every rank but for seconds. samples: called where images are due.
+        figures: equal on every rank, but for seconds and for those that rank 0 alone has. samples:
+        called where images are due.
         """
         start_s = time.perf_counter()
         metrics = {**figures, **self.timers.pop(), **self._memory(), **self._power()}

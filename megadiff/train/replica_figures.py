@@ -20,11 +20,12 @@ MOST_NAMED = 32
 
 
 def draw_work(
-    calls: Iterable[ReplicaCall], *, names: Iterable[str], drawing_s: float
+    calls: Iterable[ReplicaCall], *, names: Iterable[str] = (), drawing_s: float
 ) -> JsonObject:
     """Return what one rank knows of a draw: `seconds` it took, and `calls` of each replica.
 
-    names: of the replicas that could have drawn. A call is [seconds, of which it waited].
+    names: of replicas that are named even where this rank has not called them, since no other rank
+    can say that they were idle. A call is [seconds, of which it waited].
     """
     by_replica: dict[str, list[list[float]]] = {name: [] for name in names}
 
@@ -34,15 +35,18 @@ def draw_work(
     return {"seconds": drawing_s, "calls": by_replica}
 
 
-def replica_figures(work_of_ranks: Iterable[JsonObject | None]) -> Figures:
+def replica_figures(
+    work_of_ranks: Iterable[JsonObject | None], *, names: Iterable[str] = ()
+) -> Figures:
     """Return the idle share of each replica, and the mean seconds that a call waited.
 
     Idle: of the time until the slowest rank had its samples. {} where nobody drew anything.
-    work_of_ranks: draw_work() of all ranks, None for one that asked no replica.
+    work_of_ranks: draw_work() of all ranks, None for one that asked no replica. names: of further
+    replicas that could have drawn.
     """
     rows = [work for work in work_of_ranks if work is not None]
     drawing_s = max((row["seconds"] for row in rows), default=0.0)
-    calls: dict[str, list[Sequence[float]]] = {}
+    calls: dict[str, list[Sequence[float]]] = {name: [] for name in names}
 
     for row in rows:
         for name, of_replica in row["calls"].items():

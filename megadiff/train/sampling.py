@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Protocol
@@ -205,11 +205,10 @@ class Draw:
 
         return len(self._arrived) == len(self.requests)
 
-    def work(self) -> JsonObject | None:
-        """Return what the replicas did for run(), for replica_figures(); None where it was not."""
+    def work(self, *, names: Iterable[str] = ()) -> JsonObject | None:
+        """Return what the replicas did for run(), as draw_work() does; None where it was not."""
         if self._calls is None:
             return None
-        names = [client.name for client in self._fleet.replicas]
         return draw_work(self._calls, names=names, drawing_s=self._drawing_s)
 
     def use_version(self, version: int) -> None:

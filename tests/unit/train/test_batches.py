@@ -356,3 +356,23 @@ def test_a_rescue_leaves_no_part_of_the_samples(scorer, tmp_path, caplog):
     half.drop_incomplete(tmp_path, 1)
     assert not batch_files(tmp_path)
     assert "the samples of step 2 were not all there" in caplog.text
+
+
+@pytest.mark.parametrize(("mode", "sent"), [("separate", ["a"]), ("colocated", ["a", "idle"])])
+def test_idle_replicas_are_sent_where_rank_0_does_not_know_them(scorer, monkeypatch, mode, sent):
+    """Separate replicas are many, and all of them are in rank 0's own fleet."""
+    parts = Parts(0, scorer)
+    parts.config.rollout.mode = mode
+    parts.fleet.replicas = [SimpleNamespace(name="a"), SimpleNamespace(name="idle")]
+    drawn = ReplicaCall(range(4), 8, replica="a", engine_s=1.0)
+    parts.fleet.plan = lambda requests: [drawn]
+    works = []
+
+    def gather(work, *, destination, group):
+        works.append(work)
+        return [work]
+
+    monkeypatch.setattr("megadiff.train.batches.gather_json_at", gather)
+    _, figures = parts.source.take(0)
+    assert list(works[0]["calls"]) == sent
+    assert figures["perf/replica_idle_share/idle"] == 1

@@ -30,6 +30,12 @@ def test_a_replica_of_two_ranks_is_as_busy_as_both_make_it():
     )
 
 
+def test_idle_replicas_that_no_rank_has_called_are_named_once():
+    work = draw_work([call("a", 2)], drawing_s=2)
+    assert list(work["calls"]) == ["a"]
+    assert replica_figures([work, work], names=["a", "b"])["perf/replica_idle_share/b"] == 1
+
+
 def test_nothing_drawn_and_crowds_have_no_names():
     assert replica_figures([None]) == {}
     assert replica_figures([draw_work([ReplicaCall([0], 4)], names=["a"], drawing_s=1)]) == {}
