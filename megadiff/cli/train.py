@@ -41,7 +41,7 @@ from megadiff.process.descriptors import raise_soft_limit, rank_sockets, reserve
 from megadiff.process.garbage import freeze_startup_objects
 from megadiff.process.lifeline import kill_children, launcher_pid, watch
 from megadiff.process.stacks import FOLDER as STACKS
-from megadiff.process.stacks import announce
+from megadiff.process.stacks import announce, drop_leftovers
 from megadiff.process.title import set_title
 from megadiff.train.build import build_run, build_sft_run, collective_timeout_s
 from megadiff.train.check import check
@@ -132,6 +132,7 @@ def train_rank(config: Config, *, world_size: int, ends_process: bool = True) ->
             files = StopFiles(run_folder(config))
             files.begin()
             building.requests.files = files
+            drop_leftovers(run_folder(config) / STACKS, began_s=files.start_s)
         # before ranks wait for one another, which is where runs hang
         announce(run_folder(config) / STACKS, f"rank_{os.environ.get('RANK', '0')}")
 

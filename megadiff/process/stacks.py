@@ -10,6 +10,7 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ FOLDER = "stacks"  # in a run's folder
 SIGNAL = signal.SIGUSR2
 WAIT_S = 5.0
 POLL_S = 0.05
+SKEW_S = 30.0  # by which a file server's clock may differ from this host's
+# A separate replica, which outlives its run, has its address for a name.
+OWN_NAMES = re.compile(r"(rank|replica)_\d+(_worker_\d+)?")
 SETTLED_S = 0.3  # a file that has not grown for so long is whole
 
 
@@ -84,6 +88,20 @@ def announce(folder: Path, name: str) -> None:
         write_whole(folder / f"{name}.{pid}.json", json.dumps(asdict(announcement)))
     except OSError as error:
         logger.warning("%s: %s; `megadiff stacks` will not show this process", folder, error)
+
+
+def drop_leftovers(folder: Path, *, began_s: float) -> None:
+    """Remove what the run's own processes of earlier attempts have left, on any host.
+
+    For rank 0, which has the run's lock: no earlier attempt goes on. began_s: the time when this
+    attempt began. Other ranks may have announced themselves since.
+    """
+    with suppress(OSError):  # nothing but `megadiff stacks` needs it
+        for path in folder.glob("*.json"):
+            is_own = OWN_NAMES.fullmatch(path.name.rsplit(".", 2)[0])
+            row = _read(path)
+            if is_own and row is not None and path.stat().st_mtime < began_s - SKEW_S:
+                _drop(row, path)
 
 
 def announcements(folder: Path) -> list[Announcement]:
@@ -147,9 +165,15 @@ def _drop_ended(folder: Path, name: str) -> None:
     """Remove what earlier processes of this name and host have left."""
     for path in folder.glob(f"{name}.*.json"):
         row = _read(path)
-        if row is not None and row.is_here and not row.is_listening:
-            row.stack_file(folder).unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+        if row is not None and row.is_here:
+            _drop(row, path)
+
+
+def _drop(row: Announcement, path: Path) -> None:
+    """Remove an announcement and its stacks, unless its process listens on this host."""
+    if not (row.is_here and row.is_listening):
+        row.stack_file(path.parent).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> Announcement | None:

@@ -83,20 +83,23 @@ def signal_request(number: int) -> StopRequest:
 
 
 class StopFiles:
-    """The files `stop` and `stopped` of one run folder. For rank 0, under the run's lock."""
+    """The files `stop` and `stopped` of one run folder. For rank 0, under the run's lock.
+
+    start_s: when the attempt began.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen = 0  # the newest request's time of change
         # torchrun's own start: ranks that it starts again are of the attempt that was asked
-        self._start_s = psutil.Process(launcher_pid()).create_time()
+        self.start_s = psutil.Process(launcher_pid()).create_time()
 
     def begin(self) -> None:
         """Remove what earlier attempts left, but not a request to the one that begins."""
         (self._folder / STOPPED).unlink(missing_ok=True)
         stop = self._folder / STOP
         # A launcher may have asked while this process imported.
-        if stop.is_file() and stop.stat().st_mtime < self._start_s:
+        if stop.is_file() and stop.stat().st_mtime < self.start_s:
             stop.unlink(missing_ok=True)
 
     def look(self) -> StopRequest | None:
@@ -134,7 +137,7 @@ class StopFiles:
         if exit_code != stopped_code():
             return
         steps = [step for step, _ in step_folders(self._folder / "checkpoints")]
-        began = datetime.fromtimestamp(self._start_s).astimezone().isoformat(timespec="seconds")
+        began = datetime.fromtimestamp(self.start_s).astimezone().isoformat(timespec="seconds")
         newest = max(steps, default=0)
         row = {"step": newest, "attempt": began, "reason": reason}
         try:

@@ -1,6 +1,7 @@
 """`megadiff stacks` shows where a process hangs, and ends none."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ import time
 import pytest
 
 from megadiff.cli.stacks import main
-from megadiff.process.stacks import FOLDER, announcements
+from megadiff.process.stacks import FOLDER, announcements, drop_leftovers
 
 # PyDLL keeps the interpreter's lock: no Python of this process runs until the call is over.
 HANGS = """
@@ -112,3 +113,65 @@ def test_other_hosts_are_named_with_a_command(tmp_path, capsys, job, command):
     main([str(tmp_path)])
     shown = capsys.readouterr().out
     assert "rank_8" in shown and command in shown and f"stacks {tmp_path}" in shown
+
+
+def leave(folder, name, *, home="node7/boot/pid:[1]", pid=1, age_s=0.0):
+    """Write what a process of another host, or of an earlier boot, has left."""
+    row = {"name": name, "home": home, "pid": pid, "started": 5, "job": ""}
+    folder.mkdir(exist_ok=True)
+    for path, text in (
+        (folder / f"{name}.{pid}.json", json.dumps(row)),
+        (folder / f"{name}.{pid}.txt", ""),
+    ):
+        path.write_text(text)
+        os.utime(path, (time.time() - age_s,) * 2)
+
+
+def test_what_earlier_attempts_left_on_other_hosts_is_removed(tmp_path, started):
+    """A requeue goes to other nodes, and pyxis gives each attempt a pid namespace of its own."""
+    folder = tmp_path / FOLDER
+    process = started(HANGS, folder)
+    alive = wait_for_announcement(folder)
+    for path in folder.glob("rank_0.*"):  # it was there before this attempt, and hangs
+        os.utime(path, (time.time() - 7200,) * 2)
+    for name in ("rank_0", "rank_479", "replica_3", "replica_3_worker_1"):
+        leave(folder, name, age_s=3600)
+    leave(folder, "node9-8000", age_s=3600)  # a separate replica, which serves the next run
+    leave(folder, "rank_480", age_s=5)  # a rank of this attempt, on a node with a late clock
+
+    drop_leftovers(folder, began_s=time.time())
+    left = sorted(path.name for path in folder.glob("[!.]*.json"))
+    assert left == ["node9-8000.1.json", f"rank_0.{process.pid}.json", "rank_480.1.json"]
+    assert len(list(folder.glob("*.txt"))) == 3
+    assert alive["pid"] == process.pid and process.poll() is None
+    drop_leftovers(tmp_path / "none", began_s=time.time())
+
+
+TRAIN = """
+import sys
+from megadiff.cli import train
+from megadiff.config.schema import Config
+from megadiff.parallel.mesh import Layout
+
+layout = Layout(world_size=1, dp=1, dp_replicate=1, sp=1, tp=1)
+train.check = lambda *_, **__: (layout, None, None, None)
+train.check_engine_installed = lambda _: None
+config = Config()
+config.run.dir, config.run.name = sys.argv[1:]
+config.run.device = "none"
+try:
+    train.train_rank(config, world_size=1)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_rank_0_removes_what_was_left_as_it_starts(tmp_path):
+    folder = tmp_path / "run" / FOLDER
+    folder.parent.mkdir()
+    leave(folder, "rank_5", age_s=3600)
+    command = [sys.executable, "-c", TRAIN, str(tmp_path), "run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "run.device='none'" in done.stdout, done.stderr
+    (left,) = folder.glob("[!.]*.json")
+    assert left.name.startswith("rank_0.")
