@@ -7,6 +7,7 @@ server what is in it, while the name of a new one may stay unseen for a minute.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -22,6 +23,12 @@ from megadiff.process.identity import process_home
 # settled: it will not step again. saved: it has written its part. done: the ranks may end.
 PHASES = ("running", "closed", "stepped", "settled", "saved", "done")
 POLL_S = 0.05
+# A file server answers all ranks' looks for as long as the run goes on. Above so many ranks those
+# of a second are spread over more of them.
+LOOKS_PER_S = 64
+# The longest pause: ranks have 30 s (rescue.ANSWER_S) to say where they stand, from the first one's
+# alarm on.
+MOST_PAUSE_S = 7.5
 FOLDER = ".ranks-"  # with an attempt's name behind it: a rank left over from another sees its own
 ALARM = "alarm.json"
 FILE_BYTES = 2048  # written whole at the start: a disk that is full later has room for the words
@@ -82,6 +89,10 @@ class Board:
         self._files = [folder / f"rank_{rank:05d}.json" for rank in range(world_size)]
         self.own_state = RankState(rank=rank, host=process_home(), pid=os.getpid())
         self._was_missing = False  # the folder, at the last look
+        # A node's first rank looks each time.
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._pause_s = 0.0 if is_first else look_pause_s(world_size)
+        self._looked_s = -math.inf
 
     def lay_out(self) -> None:
         """Make all files, empty, and remove those of earlier attempts."""
@@ -90,6 +101,17 @@ class Board:
         self.folder.mkdir(parents=True)
         for path in (self.folder / ALARM, *self._files):
             _overwrite(path, {})
+
+    def is_due(self) -> bool:
+        """Say whether this rank should look at the alarm and the folder, and count that it does.
+
+        A rank that gets a signal, or fails, needs no look.
+        """
+        now_s = time.monotonic()
+        is_due = now_s - self._looked_s >= self._pause_s
+        if is_due:
+            self._looked_s = now_s
+        return is_due
 
     def is_gone(self) -> bool:
         """Say whether the folder was missing at this look and at the one before.
@@ -163,6 +185,13 @@ class Board:
     def _pause(self, num_files: int) -> None:
         """Wait before the next look at so many files, which every rank takes."""
         time.sleep(POLL_S * max(1.0, num_files / 8, len(self._files) / 64))
+
+
+def look_pause_s(world_size: int) -> float:
+    """Return the seconds between two looks of a rank; 0 where each may look whenever it listens."""
+    if world_size <= LOOKS_PER_S:
+        return 0.0
+    return min(world_size / LOOKS_PER_S, MOST_PAUSE_S)
 
 
 def disagreement(states: list[RankState]) -> str:

@@ -200,6 +200,8 @@ class Rescue:
             self.exit_code = request.exit_code
             return
 
+        if not self.board.is_due():
+            return
         alarm = self.board.alarm()
         if alarm.reason:
             self._reason = alarm.reason

@@ -7,6 +7,7 @@ rank 0. What it decides reaches the other ranks between two pushes (megadiff/tra
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -25,6 +26,8 @@ from megadiff.types import JsonObject
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
+# Announcements that are read in a second, again and again. Of 480 each is read every 5 s.
+READS_PER_S = 100
 DYING_S = 1.0  # between a process's last connection and its end
 
 
@@ -60,6 +63,7 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         self._stopped_s: dict[str, float] = {}  # replicas that are stopped → since when
         self._lock = threading.RLock()
         self._closed = threading.Event()
+        self._looked_s = -math.inf  # at the registry
         self._sync_clients()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._thread.start()
@@ -162,7 +166,9 @@ class Supervisor(AbstractContextManager["Supervisor"]):
             self.members.end(name, time.monotonic())
         if may_start:
             self._start_due()
-        self._look()
+        if self._is_look_due():
+            self._looked_s = time.monotonic()
+            self._look()
 
     def _lose_hung(self) -> None:
         """Lose those that hang: of the roster, and of the fleet's calls.
@@ -206,6 +212,11 @@ class Supervisor(AbstractContextManager["Supervisor"]):
                 member.num_deaths,
                 self.members.max_restarts,
             )
+
+    def _is_look_due(self) -> bool:
+        """Say whether to read the registry at this tick; a small one is read at each."""
+        pause_s = len(self.registry.claims) / READS_PER_S
+        return pause_s <= TICK_S or time.monotonic() - self._looked_s >= pause_s
 
     def _look(self) -> None:
         """Take in who has announced itself, and let go who has left."""

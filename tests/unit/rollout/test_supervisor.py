@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from megadiff.rollout.client.client import ReplicaClient
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.rollout.client.members import Members
 from megadiff.rollout.client.processes import ReplicaDied
-from megadiff.rollout.client.registry import RegistryWatch
+from megadiff.rollout.client.registry import Claim, RegistryWatch
 from megadiff.rollout.client.report import HUNG, Loss
 from megadiff.rollout.client.supervisor import Supervisor
 from megadiff.rollout.limits import RUN_HEADER
@@ -370,3 +371,27 @@ def test_who_has_left_meanwhile_cannot_be_refused(tmp_path) -> None:
         with supervised(tmp_path, peer) as (supervisor, events):
             supervisor.refuse("gone", "its weights are others")
             assert list(supervisor.roster({})) == ["a"] and not events
+
+
+@pytest.mark.parametrize(("count", "least", "most"), [(4, 8, 40), (480, 1, 1)])
+def test_a_large_registry_is_read_less_often(count, least, most):
+    """Each look reads all announcements, for as long as the run goes on."""
+    entry = {"name": "a", "url": "http://127.0.0.1:1"}
+    looks = []
+    registry: Any = SimpleNamespace(
+        claims=[Claim(path=Path("a.json"), entry=entry)] * count,
+        look=lambda settled: looks.append(settled) or [],
+        names=set,
+        close=lambda: None,
+    )
+    watch = Supervisor(
+        registry=registry,
+        members=Members([], max_restarts=0),
+        make_client=lambda name, url: ReplicaClient(url, name, timeout_s=1),
+        heartbeat_s=1,
+        start_timeout_s=1,
+        min_replicas=0,
+    )
+    with watch:
+        time.sleep(1.0)
+    assert least <= len(looks) <= most

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megadiff.train import board as board_module
+from megadiff.train import rescue as rescue_module
 from megadiff.train.board import Board, disagreement
 
 
@@ -109,3 +110,22 @@ def test_a_rank_that_ends_after_it_has_come_still_counts(board, reads):
     states = board.wait_for("saved", timeout_s=20)
     assert time.monotonic() - began < 5
     assert [state.has_come("saved") for state in states] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "world_size", "pause_s"),
+    [(0, 512, 0.0), (3, 64, 0.0), (3, 128, 2.0), (3, 480, 7.5), (3, 4096, 7.5)],
+)
+def test_ranks_of_a_large_world_look_less_often(
+    tmp_path, monkeypatch, local_rank, world_size, pause_s
+):
+    """A node's first rank looks whenever it listens, and all do where they are few."""
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    now_s = [1000.0]
+    monkeypatch.setattr(board_module.time, "monotonic", lambda: now_s[0])
+    board = Board(tmp_path / ".ranks-a", rank=0, world_size=world_size)
+    assert board.is_due()
+    assert board.is_due() == (not pause_s)
+    now_s[0] += pause_s
+    assert board.is_due()
+    assert pause_s < rescue_module.ANSWER_S / 3

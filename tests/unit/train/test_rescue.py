@@ -225,6 +225,18 @@ def test_a_step_that_broke_off_is_not_saved(tmp_path, caplog):
     assert not list(tmp_path.glob("step_*"))
 
 
+def test_a_rank_reads_the_board_when_a_look_is_due(tmp_path, monkeypatch):
+    (rank,) = [Rank(0, 1, tmp_path, random.Random(0))]
+    rank.rescue.board.lay_out()
+    rank.rescue.board.raise_alarm("rank 7 failed")
+    monkeypatch.setattr(rank.rescue.board, "is_due", lambda: False)
+    rank.rescue._look_around()
+    assert not rank.rescue._reason
+    monkeypatch.undo()
+    rank.rescue._look_around()
+    assert rank.rescue._reason == "rank 7 failed"
+
+
 def test_a_look_that_fails_ends_no_run_and_is_said_once(tmp_path, caplog, monkeypatch):
     """A server that restarts answers no rank for a while; every rank looks once a second."""
     (rank,) = [Rank(0, 1, tmp_path, random.Random(0))]
