@@ -45,11 +45,13 @@ SHELL = {
     "docker",
     "do",
     "done",
+    "enroot",
     "export",
     "git",
     "hf",
     "source",
     "tail",
+    "tar",
     "touch",
 }
 OVERRIDE = re.compile(r"(?!key=)[a-z]\w*(\.[\w-]+)*=\S+$")  # key=value is a name for all
