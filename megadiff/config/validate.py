@@ -68,6 +68,11 @@ def validate(config: Config, *, dp: int, on_policy: bool = True) -> None:
 
     if not config.run.name.strip():
         raise ConfigError(f"run.name={config.run.name!r} names no folder; set run.name")
+    if "/" in config.run.name or config.run.name in (".", ".."):
+        raise ConfigError(
+            f"run.name={config.run.name!r} is a path, and a run's name is one folder's; where runs "
+            f"go is run.dir={config.run.dir}"
+        )
 
     _check_engine(config)
     _check_lora(config)

@@ -63,15 +63,17 @@ def untrusted_sentences(rows: Rows, config: Mapping[str, Any]) -> Iterator[str]:
 
     gap = max(column(rows, "parity/log_prob_gap_max"), default=0.0)
     clip_range = config_number(config, "algorithm", "clip_range")
+    upper = config_number(config, "algorithm", "clip_range_high")
+    half = min(clip_range or 0.0, upper or clip_range or 0.0) / 2
     # With `auto`, log-probs are the trainer's wherever the gap is that large.
     is_recomputed = config.get("algorithm", {}).get("old_log_prob", "rollout") != "rollout"
     name = config.get("algorithm", {}).get("name", "flow_grpo")
     build = ALGORITHMS.get(name)
     compares = build is None or build(AlgorithmConfig(name=name)).compares_rollout
-    if compares and clip_range and gap >= clip_range / 2 and not is_recomputed:
+    if compares and half and gap >= half and not is_recomputed:
         yield (
             f"The parity gap reached {pretty_number(gap)}, half the clip range is "
-            f"{pretty_number(clip_range / 2)}: trainer and replica disagree, and clipping acts on "
+            f"{pretty_number(half)}: trainer and replica disagree, and clipping acts on "
             "that difference."
         )
 

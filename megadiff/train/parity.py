@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megadiff.algorithms import build_algorithm
+from megadiff.config.algorithm import half_clip_range
 from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.diffusion import noise, sde
 from megadiff.engines.base import Engine
@@ -139,7 +140,7 @@ def recomputes(gaps: Figures, algorithm: AlgorithmConfig, *, before: bool) -> bo
         return True
 
     gap = gaps[LOG_PROB_GAP]
-    limit = algorithm.clip_range / 2
+    limit = half_clip_range(algorithm)
     if gap >= limit and not before:
         logger.warning(
             "algorithm.old_log_prob=auto: the parity gap %.2e is not below half of "
@@ -192,7 +193,7 @@ def verdict(gaps: Figures, config: Config) -> str:
     """
     dtype = config.model.dtype
     compares = build_algorithm(config.algorithm).compares_rollout
-    half = config.algorithm.clip_range / 2 if compares else 0.0
+    half = half_clip_range(config.algorithm) if compares else 0.0
     different = "rollout and trainer do not compute the same policy"
     rounding, coarsest = _rounding(config)
     beyond_rounding = (max(rounding, half), f"more than {coarsest} rounds: {different}")

@@ -99,6 +99,7 @@ def test_every_integer_is_of_64_bits(config: Config, key: str, odd: str) -> None
         "eval.num_inference_steps=-1",
         "eval.num_samples=2147483648",
         "run.name=' '",
+        "run.name=../elsewhere",
         "seed=10000000000000000000",
     ],
 )

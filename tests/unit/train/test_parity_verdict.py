@@ -1,6 +1,7 @@
 """What the gate lets pass, and whose old log_probs a run takes."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,14 @@ def test_auto_takes_the_rollouts_own_below_half_the_clip_range(caplog):
     assert recomputes(
         gaps(log_prob=0.0), config("auto").algorithm, before=True
     )  # a resumed run goes on as it began
+
+
+def test_the_narrower_side_of_the_clip_range_counts():
+    narrow = replace(config("auto").algorithm, clip_range_high=1e-6)
+    assert recomputes(gaps(log_prob=6e-7), narrow, before=False)
+    assert not recomputes(gaps(log_prob=4e-7), narrow, before=False)
+    wide = replace(config("auto").algorithm, clip_range_high=1e-4)
+    assert not recomputes(gaps(log_prob=4.9e-6), wide, before=False)
 
 
 @pytest.mark.parametrize("name", ["grpo_guard", "flow_dppo"])
