@@ -42,6 +42,7 @@ KINDS: Mapping[str, EventKind] = {
     "run_finished": _kind("run finished"),
     "replica_died": _kind("replica died", "replica"),
     "replica_hung": _kind("replica hung, and was ended", "replica", "lost_s"),
+    "replica_slow": _kind("replica stays slower than the others", "replica"),
     "replica_restarted": _kind("replica started again", "replica", "lost_s"),
     "replica_joined": _kind("replica joined", "replica"),
     "replica_left": _kind("replica left", "replica"),

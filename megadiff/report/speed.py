@@ -22,6 +22,7 @@ FIGURES = {
     "perf/power_w": ("Power of a GPU, over the whole step", 1, "W"),
     "perf/replica_idle_share": ("Replicas idle, of rollout", 100, "%"),
     "perf/replica_queue_s": ("A call waits at a replica", 1, "s"),
+    "perf/replica_slowest_ratio": ("Slowest replica, times the median", 1, ""),
 }
 MOST_REPLICAS = 8  # of the table, the most idle ones
 

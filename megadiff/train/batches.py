@@ -20,9 +20,10 @@ from megadiff.engines.base import Engine
 from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums, gather_json_at
 from megadiff.rewards.score import TOTAL, Scorer
+from megadiff.rollout.client.report import Report, no_report
 from megadiff.train.batch_files import StepSamples, drop_incomplete, identity, write_batch
 from megadiff.train.components import step_samplings
-from megadiff.train.replica_figures import replica_figures
+from megadiff.train.replica_figures import SlowReplicas, calls_of_all, replica_figures
 from megadiff.train.run_replicas import RunReplicas
 from megadiff.train.sampling import Draw, Rewards, group_requests, sample_and_score, share
 from megadiff.types import Figures, PromptBatch, RolloutGroup, RolloutRequest
@@ -90,8 +91,9 @@ class BatchSource:
         prompts: PromptSampler,
         *,
         timers: Timers,
+        report: Report = no_report,
     ) -> None:
-        """timers: of the loop's stages."""
+        """timers: of the loop's stages. report: told of replicas that stay slow."""
         self._adapter = engine.adapter
         self._config = engine.config
         self._mesh = engine.mesh
@@ -112,6 +114,7 @@ class BatchSource:
         self._newest: int | None = None
         self._hidden_s = 0.0  # of the last draw, while other things were done
         self._replica_figures: Figures = {}  # of the last draw
+        self._slow = SlowReplicas(report)
         self._position_before: dict[str, int | str] = {}  # the last batch of prompts
 
     def take(self, step: int) -> tuple[StepSamples, Figures]:
@@ -282,7 +285,10 @@ class BatchSource:
         )
         if work_of_ranks is None:
             return {}
-        return replica_figures(work_of_ranks, names=names)
+        calls = calls_of_all(work_of_ranks, names=names)
+        self._slow.note(calls)
+        seconds = (work["seconds"] for work in work_of_ranks if work is not None)
+        return replica_figures(calls, drawing_s=max(seconds, default=0.0))
 
     def _staleness(self, samples: StepSamples) -> float:
         """Return by how many versions the weights that drew the samples are behind. Collective."""

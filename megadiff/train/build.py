@@ -107,7 +107,7 @@ def build_run(
     # one, so replicas that sleep start from nothing again.
     rest_after = config.algorithm.ema_decay > 0 or config.algorithm.lagging_decay > 0
     timers = Timers()
-    batches = BatchSource(engine, replicas, scorer, sampler, timers=timers)
+    batches = BatchSource(engine, replicas, scorer, sampler, timers=timers, report=events.write)
     batches.restore(progress.step, saved.samples)
     checkpoints.beside = batches
     evaluation = build_evaluation(

@@ -7,6 +7,7 @@ ROWS = [
         "step": step,
         "perf/mfu_train": 0.4 + step / 100,
         "perf/replica_idle_share": 0.2,
+        "perf/replica_slowest_ratio": 1.25,
         "perf/replica_idle_share/replica_0": 0.1,
         "perf/replica_idle_share/replica_1": 0.3 * step,
     }
@@ -19,6 +20,7 @@ def test_medians_have_their_units_and_the_most_idle_replica_comes_first():
         ("What the hardware gave", "median"),
         ("MFU, training", "42 %"),
         ("Replicas idle, of rollout", "20 %"),
+        ("Slowest replica, times the median", "1.25"),
         ("replica_1 idle, of rollout", "60 %"),
         ("replica_0 idle, of rollout", "10 %"),
     ]
@@ -26,4 +28,9 @@ def test_medians_have_their_units_and_the_most_idle_replica_comes_first():
 
 
 def test_single_replicas_have_no_chart():
-    assert charted(list(ROWS[0])) == ["step", "perf/mfu_train", "perf/replica_idle_share"]
+    assert charted(list(ROWS[0])) == [
+        "step",
+        "perf/mfu_train",
+        "perf/replica_idle_share",
+        "perf/replica_slowest_ratio",
+    ]

@@ -104,7 +104,14 @@ class Parts:
     def build(self, mesh) -> BatchSource:
         engine = SimpleNamespace(config=self.config, mesh=mesh, adapter=None)
         replicas = Replicas(self.fleet)
-        return BatchSource(engine, replicas, self.scorer, self.prompts, timers=self.timers)
+        return BatchSource(
+            engine,
+            replicas,
+            self.scorer,
+            self.prompts,
+            timers=self.timers,
+            report=lambda kind, **fields: self.events.append(f"{kind} {fields['replica']}"),
+        )
 
 
 @pytest.fixture
@@ -376,3 +383,16 @@ def test_idle_replicas_are_sent_where_rank_0_does_not_know_them(scorer, monkeypa
     _, figures = parts.source.take(0)
     assert list(works[0]["calls"]) == sent
     assert figures["perf/replica_idle_share/idle"] == 1
+
+
+def test_a_slow_replica_among_many_is_reported(scorer):
+    parts = Parts(0, scorer)
+    calls = [
+        ReplicaCall([index], 1, replica=f"replica_{index}", engine_s=9.0 if index == 77 else 1.0)
+        for index in range(480)
+    ]
+    parts.fleet.plan = lambda requests: calls
+    for step in range(3):
+        _, figures = parts.source.take(step)
+        assert figures["perf/replica_slowest_ratio"] == 9
+    assert [event for event in parts.events if "slow" in event] == ["replica_slow replica_77"]
