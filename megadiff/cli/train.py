@@ -117,7 +117,6 @@ def train_rank(config: Config, *, world_size: int, ends_process: bool = True) ->
     process.
     Raises what main() turns into an exit code, SystemExit among it: a signal asked to stop.
     """
-    raise_soft_limit()
     building = BuildWatch(ends_process=ends_process)
     launcher = _Launcher()
 
@@ -185,7 +184,8 @@ def train_rank(config: Config, *, world_size: int, ends_process: bool = True) ->
 
 
 def _reserve_sockets(config: Config, layout: Layout) -> None:
-    """Raise ValueError where this process may not open what its groups need; gloo names no fix."""
+    """Take the open files that groups need. Raises ValueError for too few; gloo names no fix."""
+    raise_soft_limit()  # of replicas too, which are started later
     backend = config.engine.backend
     num_sockets = rank_sockets(
         world_size=layout.world_size,
