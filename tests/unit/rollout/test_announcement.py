@@ -69,6 +69,24 @@ def test_what_cannot_be_read_is_not_gone(tmp_path, replica_a, monkeypatch):
     watch.close()
 
 
+def test_a_loss_among_many_reads_no_other_announcement(tmp_path, monkeypatch):
+    for index in range(100):
+        announce(tmp_path, f"r{index}", f"http://127.0.0.1:{10_000 + index}")
+    announce(tmp_path, "elsewhere", "http://127.0.0.1:9", file="odd name.json")
+    watch = RegistryWatch(tmp_path, token=None, run="mine")
+    watch.claims = registry.read_claims(tmp_path)[0]
+    (tmp_path / "r1.json").unlink()
+    announce(tmp_path, "another", "http://127.0.0.1:9", file="r2.json")
+    (tmp_path / "r3.json").write_text("{")
+
+    opened = Mock(wraps=os.open)
+    monkeypatch.setattr(registry.os, "open", opened)
+    asked = ("r0", "r1", "r2", "r3", "elsewhere", "never")
+    assert [name for name in asked if watch.is_announced(name)] == ["r0", "elsewhere"]
+    assert opened.call_count <= 8
+    watch.close()
+
+
 def test_addresses_that_are_announced_no_longer_are_forgotten(tmp_path, replica_a):
     watch = RegistryWatch(tmp_path, token=None, run="mine")
     for _ in range(3):
