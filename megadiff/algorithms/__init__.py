@@ -15,7 +15,7 @@ from megadiff.algorithms.flow_grpo import flow_grpo
 from megadiff.algorithms.flow_matching import flow_matching, weighted_matching
 from megadiff.algorithms.grpo_guard import grpo_guard
 from megadiff.algorithms.nft import nft
-from megadiff.config.algorithm import AlgorithmConfig, with_algorithm_defaults
+from megadiff.config.algorithm import AlgorithmConfig, clip_ranges, with_algorithm_defaults
 from megadiff.types import LossOutput
 
 # whose velocities a loss may ask for
@@ -61,10 +61,6 @@ class Algorithm:
         return self.rows == "steps" and OLD not in self.needs
 
 
-def _clip_range(config: AlgorithmConfig) -> tuple[float, float]:
-    return config.clip_range, config.clip_range_high or config.clip_range
-
-
 def _constants(config: AlgorithmConfig, *names: str) -> dict[str, Any]:
     """Return constants of a loss that are called as their config keys are."""
     return {name: getattr(config, name) for name in ("adv_clip_max", "kl_coef", *names)}
@@ -77,13 +73,13 @@ def _needs(config: AlgorithmConfig, *names: str) -> frozenset[str]:
 
 def _flow_grpo(config: AlgorithmConfig) -> Algorithm:
     constants = _constants(config, "step_weight")
-    loss = partial(flow_grpo, clip_range=_clip_range(config), **constants)
+    loss = partial(flow_grpo, clip_range=clip_ranges(config), **constants)
     return Algorithm(loss=loss, needs=_needs(config))
 
 
 def _grpo_guard(config: AlgorithmConfig) -> Algorithm:
     constants = _constants(config, "step_weight")
-    loss = partial(grpo_guard, clip_range=_clip_range(config), **constants)
+    loss = partial(grpo_guard, clip_range=clip_ranges(config), **constants)
     # Flow-CPS's log_prob is no density, so its ratio has no mean and spread to correct
     sde_types = frozenset({"flow_sde", "dance_sde"})
     return Algorithm(loss=loss, needs=_needs(config, OLD), sde_types=sde_types)
@@ -107,7 +103,7 @@ def _nft(config: AlgorithmConfig) -> Algorithm:
 
 def _awm(config: AlgorithmConfig) -> Algorithm:
     constants = _constants(config, "matching", "lagging_kl_coef")
-    loss = partial(awm, clip_range=_clip_range(config), **constants)
+    loss = partial(awm, clip_range=clip_ranges(config), **constants)
     lagging = {LAGGING} if config.lagging_kl_coef else set()
     # at sigma 1 a velocity says nothing about the sample
     return Algorithm(loss=loss, rows="levels", needs=_needs(config, OLD, *lagging), first_level=1)

@@ -127,9 +127,14 @@ def with_algorithm_defaults(config: AlgorithmConfig) -> AlgorithmConfig:
     return AlgorithmConfig(**vars(config) | defaulted)
 
 
+def clip_ranges(config: AlgorithmConfig) -> tuple[float, float]:
+    """Return how far a ratio may go below 1 and above it before it is clipped."""
+    return config.clip_range, config.clip_range_high or config.clip_range
+
+
 def half_clip_range(config: AlgorithmConfig) -> float:
     """Return half of how far a ratio may go on the side where it may go less far.
 
     From there on a parity gap is no small part of what is clipped.
     """
-    return min(config.clip_range, config.clip_range_high or config.clip_range) / 2
+    return min(clip_ranges(config)) / 2

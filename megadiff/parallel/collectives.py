@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -63,20 +63,10 @@ def broadcast_json(value: object, *, source: int, group: dist.ProcessGroup) -> A
 
 def gather_json(value: object, group: dist.ProcessGroup) -> list[Any]:
     """Return the JSON values of all members of a gloo group, in the order of their ranks."""
-    payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
-
-    # all_gather takes tensors of one size
-    longest = max(int(size) for size in sizes)
-    bodies = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    padded = torch.nn.functional.pad(payload, (0, longest - len(payload)))
+    padded = _padded_json(value, group)
+    bodies = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.all_gather(bodies, padded, group=group)
-
-    return [
-        json.loads(body[: int(size)].numpy().tobytes())
-        for body, size in zip(bodies, sizes, strict=True)
-    ]
+    return _parsed(bodies)
 
 
 def gather_json_at(
@@ -86,19 +76,27 @@ def gather_json_at(
 
     Global rank `destination` alone receives and decodes them; the others get None.
     """
-    body = json.dumps(value).encode()
-    longest = torch.tensor([len(body)], dtype=torch.int64)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-
-    # gather takes tensors of one size, and JSON may end in spaces
-    padded = torch.frombuffer(bytearray(body.ljust(int(longest.item()))), dtype=torch.uint8)
+    padded = _padded_json(value, group)
     if dist.get_rank() != destination:
         dist.gather(padded, dst=destination, group=group)
         return None
 
     bodies = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.gather(padded, bodies, dst=destination, group=group)
-    return [json.loads(received.numpy().tobytes()) for received in bodies]
+    return _parsed(bodies)
+
+
+def _padded_json(value: object, group: dist.ProcessGroup) -> Tensor:
+    """Return the value's JSON, uint8, as long as that of the member with the longest."""
+    body = json.dumps(value).encode()
+    longest = torch.tensor([len(body)], dtype=torch.int64)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+    # gathers take tensors of one size, and JSON may end in spaces
+    return torch.frombuffer(bytearray(body.ljust(int(longest.item()))), dtype=torch.uint8)
+
+
+def _parsed(bodies: Sequence[Tensor]) -> list[Any]:
+    return [json.loads(body.numpy().tobytes()) for body in bodies]
 
 
 class AgreedError(RuntimeError):

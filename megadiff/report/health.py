@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megadiff.algorithms import ALGORITHMS
-from megadiff.config.algorithm import AlgorithmConfig
+from megadiff.config.algorithm import AlgorithmConfig, half_clip_range
 from megadiff.observe.evaluation import Comparison
 from megadiff.observe.hacking import Sign, signs
 from megadiff.observe.metrics import (
@@ -62,14 +62,17 @@ def untrusted_sentences(rows: Rows, config: Mapping[str, Any]) -> Iterator[str]:
         )
 
     gap = max(column(rows, "parity/log_prob_gap_max"), default=0.0)
-    clip_range = config_number(config, "algorithm", "clip_range")
-    upper = config_number(config, "algorithm", "clip_range_high")
-    half = min(clip_range or 0.0, upper or clip_range or 0.0) / 2
     # With `auto`, log-probs are the trainer's wherever the gap is that large.
     is_recomputed = config.get("algorithm", {}).get("old_log_prob", "rollout") != "rollout"
     name = config.get("algorithm", {}).get("name", "flow_grpo")
+    settings = AlgorithmConfig(
+        name=name,
+        clip_range=config_number(config, "algorithm", "clip_range") or 0.0,
+        clip_range_high=config_number(config, "algorithm", "clip_range_high") or 0.0,
+    )
+    half = half_clip_range(settings)
     build = ALGORITHMS.get(name)
-    compares = build is None or build(AlgorithmConfig(name=name)).compares_rollout
+    compares = build is None or build(settings).compares_rollout
     if compares and half and gap >= half and not is_recomputed:
         yield (
             f"The parity gap reached {pretty_number(gap)}, half the clip range is "

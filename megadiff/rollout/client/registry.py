@@ -258,14 +258,14 @@ class RegistryWatch:
         Not through the whole folder: a node that dies may take dozens of hundreds of replicas, and
         is asked for each of them. One that has just moved to a third file joins at the next look.
         """
-        known = {claim.path for claim in self.claims if claim.address.name == name}
-        for path in known | {self.registry / f"{name}.json"}:
+        last_paths = {claim.path for claim in self.claims if claim.address.name == name}
+        for path in last_paths | {self.registry / f"{name}.json"}:
             try:
                 entry = _read_entry(path)
             except (FileNotFoundError, ValueError):
                 continue
             except OSError:
-                if path in known:  # as in _read(): it is not gone
+                if path in last_paths:  # as in _read(): it is not gone
                     return True
                 continue
             if entry["name"] == name:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,14 @@ from tests.distributed.ranks import run_command
 from tests.unit.train.rescued import UPDATES_PER_STEP, Rank
 
 ROOT = Path(__file__).parents[3]
+
+
+def run_all(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def start_ranks(folder: Path, size: int, seed: int) -> tuple[list[Rank], threading.Barrier]:
@@ -114,11 +123,7 @@ def test_ranks_leave_the_look_at_all_parts_to_rank_0(tmp_path, monkeypatch):
         monkeypatch.setattr(board, "wait_for", look)
 
     threads = [threading.Thread(target=rank.rescue.rescue, args=("SIGTERM",)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    run_all(threads)
     assert (tmp_path / "step_1").is_dir()
     assert [number for number, phase in looks if phase == "saved"] == [0]
 
@@ -148,11 +153,7 @@ def test_a_part_of_rank_0_that_fails_lets_no_rank_leave_before_the_others(tmp_pa
         rank.rescue.board.say()
         rank.rescue.finish_step(rank.progress, {})
     threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    run_all(threads)
     assert min(left.values()) > written[0]
 
 
@@ -176,11 +177,7 @@ def test_a_rank_that_never_steps_again_is_not_waited_for_long(tmp_path, caplog, 
     with ranks[1].engine.gate.step():
         pass
     threads = [threading.Thread(target=rank.rescue.rescue, args=("SIGTERM",)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    run_all(threads)
     assert "rank 0 is at optimizer step 0, rank 1 at 1" in caplog.text
 
 
