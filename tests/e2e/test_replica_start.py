@@ -33,6 +33,7 @@ from tests.e2e.replica import (
     start,
 )
 from tests.e2e.servers import ENVIRONMENT, ROOT
+from tests.transformer_engine import deadly_transformer_engine
 
 
 def serve_and_fail(*arguments: object, **environment: str) -> tuple[int, str]:
@@ -77,7 +78,12 @@ def test_token_parent_and_sigterm(tiny_model: Path, tmp_path: Path) -> None:
     secret.write_text("a-secret-of-20-chars\n")
     secret.chmod(0o600)
     server = start(
-        tiny_model, tmp_path, "--host", "0.0.0.0", "--token-file", str(secret), fresh=True
+        tiny_model,
+        tmp_path,
+        *("--host", "0.0.0.0", "--token-file", str(secret)),
+        fresh=True,
+        # peft would import it
+        overlay=str(deadly_transformer_engine(tmp_path)),
     )
     url = server.client.url.replace("0.0.0.0", "127.0.0.1")
     try:
@@ -115,7 +121,9 @@ def test_vllm_omni_0_26(tiny_model: Path, tmp_path: Path) -> None:
             "--target)"
         )
     weights = folder_weights(tiny_model, ("transformer",))
-    server = start(tiny_model, tmp_path, fresh=True, overlay=overlay)
+    # peft would import Transformer Engine, here in the worker's process as well
+    front = f"{deadly_transformer_engine(tmp_path)}{os.pathsep}{overlay}"
+    server = start(tiny_model, tmp_path, fresh=True, overlay=front)
     client, workers = server.client, []
     try:
         assert client.health()["vllm_omni"].startswith("0.26.")

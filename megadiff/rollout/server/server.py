@@ -22,6 +22,7 @@ from megadiff.process.stacks import announce
 from megadiff.process.title import set_title
 from megadiff.process.versions import sampling_code
 from megadiff.rollout.proof import is_loopback, is_url
+from megadiff.rollout.server.absent import hide_transformer_engine
 from megadiff.rollout.spec import ReplicaSpec, process_title
 from megadiff.rollout.stages import check_stages, single_stage
 
@@ -65,6 +66,7 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
         from megadiff.process.allocator import grow_segments
 
     grow_segments()
+    hide_transformer_engine()
     try:
         check_model_folder(spec.model, spec.family)
         adapter = build_adapter(spec.model, spec.family)
