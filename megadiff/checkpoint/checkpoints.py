@@ -78,7 +78,8 @@ class Beside(Protocol):
 class Checkpoints:
     """The checkpoints of one run folder. after_step(), save(), settle() and load() are collective.
 
-    saved_step: of the newest whole one. in_flight: this rank's part of the next one, None where no
+    saved_step: of the newest whole one. resumed_from: what load() went on from, None where it began
+    at step 0. in_flight: this rank's part of the next one, None where no
     rank has begun. beside: what they hold beside the weights, where that is anything.
     """
 
@@ -90,6 +91,7 @@ class Checkpoints:
         self.config = config
         self.mesh = mesh
         self.saved_step = 0
+        self.resumed_from: Path | None = None
         self.write_s = 0.0  # that this rank's part of the newest one took
         self.in_flight: RankWrite | None = None
         self.beside: Beside | None = None
@@ -272,6 +274,7 @@ class Checkpoints:
             # With accept_changes it goes on over this base, which later checkpoints then name.
             progress.base = self._base
             self.saved_step = progress.step
+            self.resumed_from = folder
             logger.info("resumed from %s (step %d)", folder, progress.step)
             return progress
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from megadiff.config.flat import flat_texts
 from megadiff.observe.evaluation import Comparison, Evaluation
 from megadiff.observe.metrics import (
     LOSS,
@@ -34,6 +34,7 @@ from megadiff.report.evaluation_table import (
     difference_cells,
     reward_format,
 )
+from megadiff.report.events_section import resume_changes
 from megadiff.report.report import TEXTS, UNTIMED, section_keys, stage_seconds
 from megadiff.report.run_follower import CONFIG_NAME, read_config
 from megadiff.report.run_record import RunRecord, read_run
@@ -109,7 +110,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 def config_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
     """Return the head, and a row for each key of the configs in which the runs differ."""
-    configs = [dict(_flat(read_config(run.record.folder / CONFIG_NAME))) for run in runs]
+    configs = [dict(flat_texts(read_config(run.record.folder / CONFIG_NAME))) for run in runs]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     rows = []
     for key in keys:
@@ -117,23 +118,12 @@ def config_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
         if len(set(values)) > 1 and key not in OWN_KEYS:
             rows.append([key, *values])
 
+    # config.yaml has a run's last settings: earlier steps may have been trained with others.
+    changes = [resume_changes(run.record.events) or MISSING for run in runs]
+    if set(changes) != {MISSING}:
+        rows.append(["resumed", *changes])
+
     return [["key", *(run.name for run in runs)], *rows]
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted key → value as text."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", _text(value)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-
-    return "''" if value == "" else str(value)
 
 
 def overlays(runs: Sequence[ComparedRun]) -> dict[str, list[Drawing]]:

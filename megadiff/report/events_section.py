@@ -24,6 +24,12 @@ def events_parts(events: Sequence[Event]) -> dict[str, Any]:
     return {"table": _totals(events), "log": _log(events[-MAX_ROWS:]), "note": note}
 
 
+def resume_changes(events: Sequence[Event]) -> str:
+    """Return at which steps a run was resumed with other settings, and with which; "" for none."""
+    resumes = [event for event in events if event.kind == "run_resumed" and event.text]
+    return "; ".join(f"at step {event.step} {event.text}" for event in resumes)
+
+
 def _totals(events: Sequence[Event]) -> list[list[str]]:
     """Return the head and a row for each kind and replica, in the order of their first event."""
     groups: dict[tuple[str, str], list[Event]] = {}

@@ -14,7 +14,7 @@ from megadiff.algorithms import build_algorithm
 from megadiff.checkpoint.base_weights import base_weights
 from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.checkpoint.retention import remove_leftovers
-from megadiff.config.load import save_config, to_dict
+from megadiff.config.load import to_dict
 from megadiff.config.schema import Config
 from megadiff.data.flow import FlowBatches
 from megadiff.data.images import ImageSource
@@ -49,6 +49,7 @@ from megadiff.train.record import Recorder, used_bytes
 from megadiff.train.replica_traces import traced_replicas
 from megadiff.train.replicas import launch
 from megadiff.train.rescue import Rescue
+from megadiff.train.resumed import record_config, tell_begin
 from megadiff.train.rows import rows_per_group
 from megadiff.train.run import RunParts, run_folder
 from megadiff.train.run_replicas import RunReplicas
@@ -217,8 +218,8 @@ def build_parts(
     recorder = _build_recorder(engine, evaluation, progress.step, stack, timers)
     events.step = progress.step + 1
     if engine.mesh.rank == 0:
-        kind = "run_resumed" if progress.step else "run_started"
-        events.write(kind, step=progress.step)
+        resumed_from = checkpoints.resumed_from
+        tell_begin(engine.config, resumed_from, step=progress.step, events=events)
     return RunParts(
         engine=engine,
         algorithm=build_algorithm(engine.config.algorithm),
@@ -323,7 +324,7 @@ def _build_recorder(
 
 def _recording(config: Config, step: int, stack: ExitStack) -> tuple[Trackers, ProgressBar]:
     folder = run_folder(config)
-    save_config(config, folder / "config.yaml")
+    record_config(config, folder, step=step)
     trackers = build_trackers(config.track, folder, to_dict(config), resume_step=step)
     bar = ProgressBar(config.train.num_steps, start_step=step)
     return stack.enter_context(trackers), stack.enter_context(bar)

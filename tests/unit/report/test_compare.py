@@ -8,6 +8,7 @@ import pytest
 from synthetic_run import PROMPTS, TASKS, evaluation_of, section_of, write_run
 
 from megadiff.observe.evaluation import evaluation_folder, write_evaluation
+from megadiff.observe.events import Events
 from megadiff.report.compare import config_rows, distinct_names, headline, pair_up, read_runs
 from megadiff.report.compare_command import main
 
@@ -118,6 +119,16 @@ def test_runs_without_scores_and_equal_configs_have_a_page(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "2 runs with no score in common." in text and "The configs are the same." in text
     assert config_rows(read_runs([tmp_path / "a", tmp_path / "b"]))[1:] == []
+
+
+def test_a_run_that_was_resumed_with_other_settings_says_so(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("train: {num_steps: 9}\n")
+    Events(tmp_path / "b").write("run_resumed", step=7, text="with other settings: seed 0 → 1")
+    assert config_rows(read_runs([tmp_path / "a", tmp_path / "b"]))[1:] == [
+        ["resumed", "–", "at step 7 with other settings: seed 0 → 1"]
+    ]
 
 
 def test_what_cannot_be_compared_is_refused(runs, tmp_path, capsys):
