@@ -29,6 +29,7 @@ from megadiff.config.schema import Config
 from megadiff.data.images import ImageSource
 from megadiff.engines import check_engine_installed
 from megadiff.models.adapter import ModelAdapter
+from megadiff.observe.trackers import Trackers
 from megadiff.parallel.collectives import AgreedError, read_once
 from megadiff.parallel.mesh import (
     Layout,
@@ -47,6 +48,7 @@ from megadiff.train.build import build_run, build_sft_run, collective_timeout_s
 from megadiff.train.check import check
 from megadiff.train.dry_run import describe, to_text
 from megadiff.train.loop import Run, train
+from megadiff.train.nothing_left import is_finished
 from megadiff.train.rescue import Rescue
 from megadiff.train.run import run_folder
 from megadiff.train.run_lock import lock
@@ -137,10 +139,11 @@ def train_rank(config: Config, *, world_size: int, ends_process: bool = True) ->
 
         _reserve_sockets(config, layout)
         mesh = init_mesh(layout, config.run.device, timeout_s=collective_timeout_s(config))
-        if mesh.device.type == "cpu" and "LOCAL_WORLD_SIZE" in os.environ:
-            # torchrun gives each rank one thread.
-            local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+        if is_finished(config, mesh):
+            if mesh.rank == 0 and not (run_folder(config) / "report.html").exists():
+                _write_report(config)
+            return
+        _share_cores(mesh)
 
         if mesh.rank == 0 and mesh.device.type == "cuda":
             num_bytes = torch.cuda.get_device_properties(mesh.device).total_memory
@@ -166,11 +169,11 @@ def train_rank(config: Config, *, world_size: int, ends_process: bool = True) ->
             train(run) if isinstance(run, Run) else train_sft(run)
             if mesh.rank == 0:
                 run.events.write("run_finished", step=run.progress.step)
-                _write_report(run)
+                _write_report(config, run.recorder.trackers)
         except SystemExit:  # a signal, or another rank's failure: it has been dealt with
             # Of several ranks the first that ends takes the others along; a rescue is in a hurry.
             if mesh.world_size == 1 and not run.rescue.requests.is_over:
-                _write_report(run)
+                _write_report(config, run.recorder.trackers)
             raise
         except BaseException as error:
             if run.rescue.requests.is_over:
@@ -197,15 +200,23 @@ def _reserve_sockets(config: Config, layout: Layout) -> None:
     reserve_descriptors(num_sockets, what=f"one of {layout.world_size} ranks with {backend}")
 
 
-def _write_report(run: Run | SftRun) -> None:
+def _share_cores(mesh: Mesh) -> None:
+    """Let a rank on CPUs use its part of them: torchrun gives each rank one thread."""
+    if mesh.device.type == "cpu" and "LOCAL_WORLD_SIZE" in os.environ:
+        local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+
+
+def _write_report(config: Config, trackers: Trackers | None = None) -> None:
     """Write the run's page, for its trackers too. A failure is a warning: the run is whole."""
     # it takes a tenth of a second, and the other ranks need none of it
     from megadiff.report.report import write_report
 
-    folder = run_folder(run.engine.config)
+    folder = run_folder(config)
     try:
         page = write_report(folder)
-        run.recorder.trackers.page(page)
+        if trackers:
+            trackers.page(page)
     # Whatever it is, the run's own end must not look like a failure.
     except Exception as error:
         text = "no report: %s: %s; try `megadiff report %s`"

@@ -34,6 +34,7 @@ from megadiff.train.check_judges import check_judges
 from megadiff.train.check_model import check_model, check_replicas
 from megadiff.train.components import check_components
 from megadiff.train.evaluate import spread
+from megadiff.train.nothing_left import check_num_steps
 from megadiff.train.sampling import given_images, sampling_of
 from megadiff.types import Prompt, Sampling
 
@@ -70,6 +71,7 @@ def check(
     check_trackers(config.track)
     check_judges(config)
     _check_resume(config.checkpoint.resume)
+    check_num_steps(config)
 
     on_policy = algorithm.on_policy
     if on_policy:
