@@ -15,6 +15,7 @@ from megadiff.observe.evaluation import (
     EVALUATIONS,
     RECORD_NAME,
     evaluation_folder,
+    evaluation_folders,
     read_evaluation,
 )
 from megadiff.observe.metrics import check_keys, parse_row, read_rows, step_of
@@ -36,6 +37,11 @@ logger = logging.getLogger(__name__)
 
 METRICS_NAME = "metrics.jsonl"
 BEFORE_ALL = -1  # below step 0, whose line holds the evaluation before the first step
+
+
+def has_figures(run_folder: Path) -> bool:
+    """Return whether a run's folder has metrics or evaluations, of this start or an earlier one."""
+    return bool(read_rows(run_folder / METRICS_NAME) or evaluation_folders(run_folder))
 
 
 class FolderTracker(Tracker):

@@ -13,6 +13,7 @@ from megadiff.observe.metrics import (
     VERDICT_STEPS,
     Verdict,
     column,
+    config_number,
     pretty_number,
     verdict,
 )
@@ -138,8 +139,24 @@ def _can_it_be_trusted(run: RunRecord, *, has_reward: bool) -> PageAnswer:
         sentences.append("No sign of an exploited reward: samples stay as varied as they were.")
     if run.heldout is None:
         mark = UNSURE
-        sentences.append("No two evaluations of held-out prompts: set eval.every and eval.prompts.")
+        sentences.append(_why_not_held_out(run))
     return PageAnswer(question=question, mark=mark, sentences=sentences)
+
+
+def _why_not_held_out(run: RunRecord) -> str:
+    """Say why no two evaluations are compared."""
+    steps = [evaluation.step for _, evaluation in run.evaluations]
+    if len(steps) > 1:
+        return (
+            f"The evaluations at steps {steps[0]} and {steps[-1]} drew other samples, so they are "
+            "not compared: keep eval.prompts, eval.num_samples and seed over a run."
+        )
+    every = config_number(run.config, "eval", "every")
+    if steps and every:
+        return f"One evaluation of held-out prompts so far, at step {steps[0]}: it takes two."
+    if every:
+        return "No evaluation of held-out prompts yet."
+    return "No two evaluations of held-out prompts: set eval.every and eval.prompts."
 
 
 def _what_next(run: RunRecord, *, is_good: bool, has_reward: bool) -> PageAnswer:

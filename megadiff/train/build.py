@@ -30,8 +30,8 @@ from megadiff.observe.power import power_meter
 from megadiff.observe.profile import StepProfile
 from megadiff.observe.progress import ProgressBar
 from megadiff.observe.timers import Timers
-from megadiff.observe.trackers import Trackers, build_trackers
-from megadiff.parallel.collectives import agreed, broadcast_json
+from megadiff.observe.trackers import Trackers, build_trackers, has_figures
+from megadiff.parallel.collectives import agreed, broadcast_json, read_once
 from megadiff.parallel.mesh import Mesh
 from megadiff.process.garbage import FirstRounds
 from megadiff.rewards.score import Scorer
@@ -296,13 +296,19 @@ def _build_recorder(
     """
     config = engine.config
     mesh = engine.mesh
-    recording = agreed(lambda: _recording(config, step, stack), mesh.cpu_group, here=mesh.rank == 0)
+    folder = run_folder(config)
+    group = mesh.cpu_group
+    # First: trackers begin their files.
+    is_new = read_once(lambda: not has_figures(folder), source=0, group=group, world=group)
+    recording = agreed(
+        lambda: _recording(config, step, stack, is_new=is_new), group, here=mesh.rank == 0
+    )
     trackers, bar = recording if recording else (Trackers(()), None)
     memory = None
     if mesh.device.type == "cuda":
         memory = stack.enter_context(DeviceMemory(timers, partial(used_bytes, mesh.device)))
     profile = StepProfile(
-        run_folder(config),
+        folder,
         config.observe.profile_steps,
         timers=timers,
         rank=mesh.rank,
@@ -319,13 +325,18 @@ def _build_recorder(
         profile=profile,
         memory=memory,
         power=power_meter(mesh.device),
+        is_new_folder=is_new,
     )
 
 
-def _recording(config: Config, step: int, stack: ExitStack) -> tuple[Trackers, ProgressBar]:
+def _recording(
+    config: Config, step: int, stack: ExitStack, *, is_new: bool
+) -> tuple[Trackers, ProgressBar]:
     folder = run_folder(config)
     record_config(config, folder, step=step)
-    trackers = build_trackers(config.track, folder, to_dict(config), resume_step=step)
+    # In a new folder the checkpoint's own step is still to be logged: its evaluation.
+    logged_step = max(0, step - 1) if is_new else step
+    trackers = build_trackers(config.track, folder, to_dict(config), resume_step=logged_step)
     bar = ProgressBar(config.train.num_steps, start_step=step)
     return stack.enter_context(trackers), stack.enter_context(bar)
 

@@ -41,7 +41,7 @@ class Recorder:
 
     start() and step() are collective.
     timers: of the loop's stages. profile: traces steps. memory, power: watch this rank's GPU
-    meanwhile, None on CPU.
+    meanwhile, None on CPU. is_new_folder: whether the run's folder has no figures yet.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Recorder:
         profile: StepProfile,
         memory: DeviceMemory | None = None,
         power: PowerMeter | None = None,
+        is_new_folder: bool = False,
     ) -> None:
         self.trackers = trackers
         self.progress_bar = progress_bar
@@ -66,6 +67,7 @@ class Recorder:
         self.profile = profile
         self.memory = memory
         self.power = power
+        self.is_new_folder = is_new_folder
         self.recorded_step = 0  # the last one whose metrics this rank has written
         self._record_s = 0.0  # what the last step's figures took, without samples and evaluation
         self._peak_tflops = peak_tflops(mesh.device)
@@ -73,11 +75,11 @@ class Recorder:
         self._in_fp8 = [stage for stage, uses in uses_fp8.items() if uses]
 
     def start(self, step: int) -> None:
-        """Log the figures of the untrained policy as step 0, before a run that evaluates.
+        """Log the figures of the policy before its first step here, where the run evaluates.
 
-        A resumed run, step > 0, has them.
+        A resumed run, step > 0, has them, unless it goes on from another run's checkpoint.
         """
-        if step or not self.evaluate:
+        if not self.evaluate or (step and not self.is_new_folder):
             return
         metrics = self._evaluated(step)
         agreed(

@@ -54,3 +54,25 @@ def test_a_short_run_shows_nothing_yet(tmp_path: Path) -> None:
     (work, *_) = answers(run, verdict(run.rows))
     assert work.mark == "unsure" and work.sentences[0].startswith("Too early to say: the reward")
     assert "it takes 10 steps to tell" in work.sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "words"),
+    [
+        (0, (), "set eval.every and eval.prompts"),
+        (5, (), "No evaluation of held-out prompts yet"),
+        (5, (20,), "One evaluation of held-out prompts so far, at step 20: it takes two"),
+        (5, (5, 20), "steps 5 and 20 drew other samples, so they are not compared"),
+    ],
+)
+def test_without_a_comparison_it_says_why(
+    tmp_path: Path, every: int, steps: tuple[int, ...], words: str
+) -> None:
+    folder = write_run(tmp_path / "run", num_right=0)
+    (folder / "config.yaml").write_text(f"eval: {{every: {every}}}\n")
+    for step in steps:
+        record = replace(evaluation(0.0, step=step), samples=[sample(step, 1.0)])
+        write_evaluation(evaluation_folder(folder, step), record, {})
+    run = read_run(folder)
+    sentences = [text for answer in answers(run, verdict(run.rows)) for text in answer.sentences]
+    assert any(words in text for text in sentences), sentences

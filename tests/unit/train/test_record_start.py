@@ -1,0 +1,40 @@
+"""The evaluation before a run's first step, in a new folder also of one that goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megadiff.config.schema import Config
+from megadiff.observe.profile import StepProfile
+from megadiff.observe.timers import Timers
+from megadiff.observe.trackers import build_trackers, has_figures
+from megadiff.train.record import Recorder
+from tests.meshes import one_rank_mesh
+
+
+@pytest.mark.parametrize(("step", "has_row"), [(0, False), (20, False), (20, True)])
+def test_a_new_folder_begins_with_an_evaluation(tmp_path: Path, step: int, has_row: bool) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 20}\n' if has_row else "")
+    is_new = not has_figures(tmp_path)
+    timers = Timers()
+    logged_step = step if has_row else max(0, step - 1)
+
+    with build_trackers(["jsonl"], tmp_path, {}, resume_step=logged_step) as trackers:
+        recorder = Recorder(
+            trackers,
+            None,
+            Config(),
+            one_rank_mesh(),
+            lambda step: {"eval/color": 0.5},
+            timers=timers,
+            profile=StepProfile(tmp_path, [], timers=timers, rank=0, device_type="cpu"),
+            is_new_folder=is_new,
+        )
+        recorder.start(step)
+
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval/color" in row] == ([] if has_row else [step])
