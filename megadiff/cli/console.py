@@ -5,11 +5,18 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from megadiff.process.lifeline import kill_children
+
+INTERRUPTED = 128 + signal.SIGINT
+BEFORE_FIRST_STEP = "stopped by Ctrl-C before the first step; nothing was saved\n"
 
 
 def log_to_stderr(rank: int = 0) -> None:
@@ -67,6 +74,36 @@ def show_crashes() -> None:
     """Show on stderr, at a crash below Python, what every thread was doing; also of children."""
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     faulthandler.enable()
+
+
+def interrupted_text(command: str) -> str:
+    """Return what Ctrl-C says of a command that has no answer of its own to it."""
+    if os.environ.get("RANK", "0") != "0":
+        return ""
+    return BEFORE_FIRST_STEP if command == "train" else "interrupted\n"
+
+
+@contextmanager
+def ended_by_ctrl_c(command: str) -> Iterator[None]:
+    """Let Ctrl-C end the process at once, with one line. For imports, which have begun nothing.
+
+    An exception could be taken by a library for its own, or be dropped in a callback.
+    """
+
+    def end(*_: object) -> NoReturn:
+        os.write(sys.stderr.fileno(), interrupted_text(command).encode())
+        os._exit(INTERRUPTED)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    # A shell lets commands in the background ignore it.
+    if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def leave(code: int) -> NoReturn:

@@ -8,7 +8,14 @@ import sys
 from typing import NoReturn
 
 import megadiff
-from megadiff.cli.console import leave, quiet_imports, show_crashes
+from megadiff.cli.console import (
+    INTERRUPTED,
+    ended_by_ctrl_c,
+    interrupted_text,
+    leave,
+    quiet_imports,
+    show_crashes,
+)
 from megadiff.process.doors import near
 from megadiff.process.garbage import collection_paused
 
@@ -67,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
     quiet_imports()
     name, _ = COMMANDS[command]  # no other is imported: most take seconds
-    with collection_paused():
+    with ended_by_ctrl_c(command), collection_paused():
         module = importlib.import_module(name)
     return module.main(rest)
 
@@ -78,7 +85,13 @@ def entry() -> NoReturn:
     # At the end, so that no file there hides a module of ours or of a library.
     sys.path.append("")
     show_crashes()
-    leave(main())
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        command = "".join(sys.argv[1:2])
+        sys.stderr.write(interrupted_text(command))
+        code = INTERRUPTED
+    leave(code)
 
 
 def _usage() -> str:

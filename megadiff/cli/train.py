@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megadiff.checkpoint.checkpoints import CheckpointError
-from megadiff.cli.console import leave, log_to_stderr
+from megadiff.cli.console import BEFORE_FIRST_STEP, INTERRUPTED, leave, log_to_stderr
 from megadiff.config.docs import to_text as keys_to_text
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
@@ -53,7 +53,7 @@ from megadiff.train.rescue import Rescue
 from megadiff.train.run import run_folder
 from megadiff.train.run_lock import lock
 from megadiff.train.sft import SftRun, train_sft
-from megadiff.train.stop import BuildWatch, StopFiles
+from megadiff.train.stop import BuildWatch, StopFiles, Unwinding
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +102,12 @@ def main(argv: list[str] | None = None) -> int:
             "lower train.microbatch_size or engine.activation_memory_budget; see `megadiff plan`"
         )
         return _fail(RuntimeError(f"{error}; {advice}"), rank, code=1)
+    except Unwinding as stop:  # a signal while the run was built
+        return _stopped_early(int(stop.code or 0), rank)
     except SystemExit as stop:  # a signal, or another rank's failure: all is closed by now
         return int(stop.code or 0)
     except KeyboardInterrupt:  # once training has begun, a rescue answers Ctrl-C
-        sys.stderr.write("stopped by Ctrl-C before training began\n" if rank == 0 else "")
-        return 130
+        return _stopped_early(INTERRUPTED, rank)
     except Exception:  # shown whole; what it left ends in leave()
         logger.exception("rank %d failed", rank)
         return 1
@@ -313,6 +314,12 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     return parser
+
+
+def _stopped_early(code: int, rank: int) -> int:
+    if code == INTERRUPTED and rank == 0:
+        sys.stderr.write(BEFORE_FIRST_STEP)
+    return code
 
 
 def _fail(error: Exception, rank: int, *, code: int) -> int:

@@ -83,3 +83,39 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+INTERRUPT = """
+import os, signal, sys
+from megadiff.cli import main as command
+
+def press(name):
+    os.kill(os.getpid(), signal.SIGINT)
+    raise AssertionError("an import that swallows what Ctrl-C raises")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if sys.argv.pop() == "import":
+    command.importlib.import_module = press
+else:
+    module = type("Module", (), {"main": press})
+    command.importlib.import_module = lambda name: module
+command.entry()
+"""
+
+
+@pytest.mark.parametrize("when", ["import", "work"])
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("train", "stopped by Ctrl-C before the first step; nothing was saved\n"),
+        ("report", "interrupted\n"),
+    ],
+)
+def test_ctrl_c_is_one_line(command: str, line: str, when: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPT, command, when],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, line)
