@@ -50,7 +50,7 @@ from megadiff.train.dry_run import describe, to_text
 from megadiff.train.loop import Run, train
 from megadiff.train.nothing_left import is_finished
 from megadiff.train.rescue import Rescue
-from megadiff.train.run import run_folder
+from megadiff.train.run import make_run_folder, run_folder
 from megadiff.train.run_lock import lock
 from megadiff.train.sft import SftRun, train_sft
 from megadiff.train.stop import BuildWatch, StopFiles, Unwinding
@@ -130,8 +130,9 @@ def train_rank(config: Config, *, world_size: int, ends_process: bool = True) ->
         check_engine_installed(config)
         if os.environ.get("RANK", "0") == "0":
             # One lock a run: its ranks share the folder.
-            lock(run_folder(config), stack)
-            files = StopFiles(run_folder(config))
+            folder = make_run_folder(config)
+            lock(folder, stack)
+            files = StopFiles(folder)
             files.begin()
             building.requests.files = files
             drop_leftovers(run_folder(config) / STACKS, began_s=files.start_s)

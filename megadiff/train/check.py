@@ -35,6 +35,7 @@ from megadiff.train.check_model import check_model, check_replicas
 from megadiff.train.components import check_components
 from megadiff.train.evaluate import spread
 from megadiff.train.nothing_left import check_num_steps
+from megadiff.train.run import check_run_folder
 from megadiff.train.sampling import given_images, sampling_of
 from megadiff.types import Prompt, Sampling
 
@@ -70,6 +71,7 @@ def check(
         logger.info("algorithm.name=%s has no use for %s", name, ", ".join(unused))
     check_trackers(config.track)
     check_judges(config)
+    check_run_folder(config)
     _check_resume(config.checkpoint.resume)
     check_num_steps(config)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,3 +68,30 @@ class RunParts:
 def run_folder(config: Config) -> Path:
     """Return runs/<name>."""
     return Path(config.run.dir) / config.run.name
+
+
+def make_run_folder(config: Config) -> Path:
+    """Make the run's folder and return it. Raises ValueError where run.dir cannot be written."""
+    folder = run_folder(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(_not_writable(config, error.strerror or str(error))) from error
+    return folder
+
+
+def check_run_folder(config: Config) -> None:
+    """Raise ValueError where it is plain, without making anything, that run.dir is not writable."""
+    folder = run_folder(config).absolute()
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise ValueError(_not_writable(config, f"{nearest} is no folder"))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(_not_writable(config, f"{nearest} is not yours to write"))
+
+
+def _not_writable(config: Config, reason: str) -> str:
+    return (
+        f"run.dir={config.run.dir}: {run_folder(config)} cannot be written ({reason}); set run.dir "
+        "to a folder that you may write"
+    )
