@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from megadiff.observe.metrics import (
     verdict,
 )
 from megadiff.process.words import counted
-from megadiff.report.evaluation_page import leading_reward
+from megadiff.report.evaluation_page import Weights, leading_reward
 from megadiff.report.evaluation_table import RewardFormat
 from megadiff.report.health import sign_sentences, unsound_sentences, untrusted_sentences
 from megadiff.report.run_record import RunRecord
@@ -61,7 +61,7 @@ def _did_it_work(run: RunRecord, ends: Verdict) -> PageAnswer:
         return PageAnswer(question=question, mark=mark, sentences=[sentence])
 
     evaluation = run.heldout.evaluation
-    leading = leading_reward(evaluation, run.untrained)
+    leading = leading_reward(evaluation, run.weights)
     if leading not in run.heldout.reward_names:
         sentence = "Held-out samples were scored by other rewards before and after."
         return PageAnswer(question=question, mark=UNSURE, sentences=[sentence])
@@ -164,7 +164,7 @@ def _what_next(run: RunRecord, *, is_good: bool, has_reward: bool) -> PageAnswer
     if not run.is_finished:
         sentences.insert(0, "If it does not run: the same command goes on after the last step.")
     if run.heldout is not None:
-        sentences += _weakest_task(run.heldout, run.untrained)
+        sentences += _weakest_task(run.heldout, run.weights)
     if run.is_finished and has_reward and is_good:
         late = verdict(run.rows[len(run.rows) // 2 :])
         if late is not None and late.is_clear and late.gain > 0:
@@ -182,10 +182,10 @@ def _from_here(folder: Path) -> Path:
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
 
-def _weakest_task(heldout: Comparison, untrained: Collection[str]) -> Iterator[str]:
+def _weakest_task(heldout: Comparison, weights: Weights) -> Iterator[str]:
     """Yield which task has most left to learn, where the leading reward is a share."""
     evaluation = heldout.evaluation
-    reward = leading_reward(evaluation, untrained)
+    reward = leading_reward(evaluation, weights)
     if len(evaluation.tasks) < 2 or not evaluation.is_share(reward):
         return
     estimates = {task: evaluation.estimate(reward, task) for task in evaluation.tasks}

@@ -221,7 +221,7 @@ def common_reward(runs: Sequence[ComparedRun]) -> str | None:
     """Return the leading reward of the first run that has an evaluation; None without one."""
     for run in runs:
         if run.evaluation is not None:
-            return leading_reward(run.evaluation, run.record.untrained)
+            return leading_reward(run.evaluation, run.record.weights)
 
     return None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from megadiff.observe.evaluation import Comparison, Evaluation
 from megadiff.observe.metrics import pretty_number
@@ -28,6 +29,8 @@ DIVERSITY_LEAD = (
     "saturation that rises that they grow lurid."
 )
 Evaluations = Sequence[tuple[Path, Evaluation]]  # with their folders
+Weights = Mapping[str, float]  # of rewards in training; 1 for a reward that is not in it
+ALL_ALIKE: Weights = MappingProxyType({})
 
 
 def write_evaluation_page(
@@ -94,16 +97,19 @@ def reward_sentence(comparison: Comparison, reward: str, subject: str, **words: 
     return change_sentence(subject, first, last, gain=gain.mean, is_clear=gain.is_clear, **words)
 
 
-def leading_reward(evaluation: Evaluation, untrained: Collection[str] = ()) -> str:
+def leading_reward(evaluation: Evaluation, weights: Weights = ALL_ALIKE) -> str:
     """Return the reward that is told first: a trained one before those of weight 0.
 
-    Among them the first that is only 0 or 1, an accuracy; without one the first of all.
+    Among them one that is only 0 or 1, an accuracy. Of several it is that with the largest weight,
+    and of equal weights the first.
     """
     names = evaluation.reward_names
     # one that no held-out prompt asks for tells nothing
     names = [name for name in names if evaluation.estimate(name).n] or names
-    names = [name for name in names if name not in untrained] or names
-    return next((name for name in names if evaluation.is_share(name)), names[0])
+    names = [name for name in names if weights.get(name, 1.0)] or names
+    names = [name for name in names if evaluation.is_share(name)] or names
+    # A weight below 0 trains as hard. max() takes the first of equal ones.
+    return max(names, key=lambda name: abs(weights.get(name, 1.0)))
 
 
 def _tiles(evaluation: Evaluation) -> list[Tile]:
@@ -164,14 +170,14 @@ def wall(
     *,
     title: str = "",
     lead: str = "",
-    untrained: Collection[str] = (),
+    weights: Weights = ALL_ALIKE,
 ) -> Drawing | None:
     """Return the pictured samples by task, each as every evaluation drew it; None without an image.
 
-    evaluations drew the same samples; names: how to call them. untrained: rewards of weight 0.
+    evaluations drew the same samples; names: how to call them. weights: of rewards.
     """
     last = evaluations[-1][1]
-    reward = leading_reward(last, untrained)
+    reward = leading_reward(last, weights)
     is_share = reward_format([record for _, record in evaluations], reward).is_share
 
     # Tasks in the order of the prompt file; samples without one come first.
@@ -207,5 +213,6 @@ def wall(
             looks.append(look)
         cells.append({"looks": looks, "caption": sample.caption, "task": sample.task})
 
+    lead = f"{lead} Under each picture stands its {reward}.".strip()
     parts = {"title": title, "lead": lead, "num_looks": len(columns), "cells": cells}
     return parts if pictures else None

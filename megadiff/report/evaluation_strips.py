@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megadiff.observe.evaluation import (
@@ -13,7 +13,7 @@ from megadiff.observe.evaluation import (
     read_evaluation,
 )
 from megadiff.report.charts import Drawing
-from megadiff.report.evaluation_page import leading_reward
+from megadiff.report.evaluation_page import ALL_ALIKE, Weights, leading_reward
 from megadiff.report.pictures import (
     MAX_COLUMNS,
     MAX_PROMPTS,
@@ -25,10 +25,10 @@ from megadiff.report.pictures import (
 MIN_COLUMNS = 3  # two evaluations are what the wall shows
 
 
-def evaluation_strips(run_folder: Path, untrained: Collection[str] = ()) -> list[Drawing]:
+def evaluation_strips(run_folder: Path, weights: Weights = ALL_ALIKE) -> list[Drawing]:
     """Return a strip per prompt: its caption, and a look or None per evaluation.
 
-    Tasks take turns. untrained: rewards of weight 0, which are not shown.
+    Tasks take turns. weights: of rewards; the leading one is shown.
     [] for fewer than three evaluations, or without pictures of their samples.
     """
     columns = _columns(run_folder)
@@ -37,7 +37,7 @@ def evaluation_strips(run_folder: Path, untrained: Collection[str] = ()) -> list
     _, last = columns[-1]
     samples = _by_turns(last)
     # One for all looks: a reward that is 0 or 1 at first may be a share of the first alone.
-    reward = leading_reward(last, untrained)
+    reward = leading_reward(last, weights)
     looks = {sample.identity: _looks(sample, columns, reward) for sample in samples}
     pictures = load_pictures([look["path"] for row in looks.values() for look in row if look])
 

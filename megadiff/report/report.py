@@ -6,7 +6,7 @@ What is missing (metrics, samples, config) is left out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,6 +35,8 @@ from megadiff.observe.metrics import (
 from megadiff.report.answers import answers
 from megadiff.report.charts import Drawing, buckets, curve, line_chart, stacked_chart
 from megadiff.report.evaluation_page import (
+    ALL_ALIKE,
+    Weights,
     leading_reward,
     reward_sentence,
     task_chart,
@@ -88,7 +90,7 @@ def headline(run: RunRecord, ends: Verdict | None) -> str:
         return "No step is finished yet."
     # A supervised run trains on no reward: of those it tells an accuracy alone.
     is_supervised = ends is not None and ends.key == LOSS
-    held_out = held_out_headline(run.heldout, run.untrained, accuracy_only=is_supervised)
+    held_out = held_out_headline(run.heldout, run.weights, accuracy_only=is_supervised)
     if held_out is not None:
         return held_out
     if ends is None:
@@ -112,7 +114,7 @@ def headline(run: RunRecord, ends: Verdict | None) -> str:
 
 
 def held_out_headline(
-    heldout: Comparison | None, untrained: Collection[str] = (), *, accuracy_only: bool = False
+    heldout: Comparison | None, weights: Weights = ALL_ALIKE, *, accuracy_only: bool = False
 ) -> str | None:
     """Say in one sentence what the leading trained reward did; None without a comparison of it.
 
@@ -120,8 +122,8 @@ def held_out_headline(
     """
     if heldout is None:
         return None
-    reward = leading_reward(heldout.evaluation, untrained)
-    if reward in untrained or reward not in heldout.reward_names:
+    reward = leading_reward(heldout.evaluation, weights)
+    if not weights.get(reward, 1.0) or reward not in heldout.reward_names:
         return None
     is_share = reward_format([heldout.baseline, heldout.evaluation], reward).is_share
     if accuracy_only and not is_share:
@@ -177,7 +179,7 @@ def _heldout_tile(run: RunRecord) -> Tile:
     """Return the last evaluation's leading reward, with its change where there is one."""
     _, last = run.evaluations[-1]
     heldout = run.heldout
-    reward = leading_reward(last, run.untrained)
+    reward = leading_reward(last, run.weights)
     form = RewardFormat(last.is_share(reward))
     mean = last.estimate(reward)
     detail = f"95 %: {form.interval(mean)}"
@@ -224,7 +226,7 @@ def _heldout_parts(run: RunRecord) -> dict[str, Any]:
     last = evaluations[-1][1]
     steps = [f"step {evaluation.step}" for _, evaluation in evaluations]
 
-    leading = leading_reward(last, run.untrained)
+    leading = leading_reward(last, run.weights)
     # sorted() is stable: after the leading one the others keep their order.
     rewards = sorted(last.reward_names, key=lambda name: name != leading)[:MAX_HELDOUT_REWARDS]
 
@@ -239,16 +241,19 @@ def _heldout_parts(run: RunRecord) -> dict[str, Any]:
             steps,
             title=f"The same noise at {' and '.join(steps)}",
             lead=f"{order}Not chosen by hand: the first samples of every task.",
-            untrained=run.untrained,
+            weights=run.weights,
         ),
     }
 
 
 def _over_time_parts(run: RunRecord) -> dict[str, Any]:
     """Return held-out samples over all evaluations; with fewer than three, those of training."""
-    held_out = evaluation_strips(run.folder, run.untrained)
+    held_out = evaluation_strips(run.folder, run.weights)
     if held_out:
-        lead = "One row a held-out prompt, from the same noise at each evaluation, with its reward."
+        reward = leading_reward(run.evaluations[-1][1], run.weights)
+        lead = (
+            f"One row a held-out prompt, from the same noise at each evaluation, with its {reward}."
+        )
         return {"lead": lead, "strips": held_out}
     lead = TEXTS["sections"][OVER_TIME]["lead"]
     if run.samples and not comes_again(pick_rows(run.samples)):

@@ -53,20 +53,26 @@ class RunRecord:
         return None if number is None else int(number)
 
     @property
+    def weights(self) -> dict[str, float]:
+        return reward_weights(self.config)
+
+    @property
     def untrained(self) -> set[str]:
-        return untrained_rewards(self.config)
+        """Return the rewards of weight 0, which are logged and evaluated only."""
+        return {name for name, weight in self.weights.items() if not weight}
 
     @property
     def is_finished(self) -> bool:
         return self.num_steps is not None and self.last_step >= self.num_steps
 
 
-def untrained_rewards(config: Mapping[str, Any]) -> set[str]:
-    """Return the rewards of weight 0, which are logged and evaluated only."""
+def reward_weights(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return reward → its weight, 1 where the config has none."""
     rewards = config.get("reward") or {}
     # What somebody edited may be no section.
     sections = {name: args for name, args in rewards.items() if isinstance(args, Mapping)}
-    return {name for name in sections if config_number(sections, name, "weight") == 0}
+    weights = {name: config_number(sections, name, "weight") for name in sections}
+    return {name: 1.0 if weight is None else weight for name, weight in weights.items()}
 
 
 def read_run(folder: Path) -> RunRecord:

@@ -33,7 +33,7 @@ from megadiff.report.evaluation_page import leading_reward
 from megadiff.report.evaluation_table import RewardFormat
 from megadiff.report.report import TEXTS, stage_seconds
 from megadiff.report.run_follower import RunView
-from megadiff.report.run_record import untrained_rewards
+from megadiff.report.run_record import reward_weights
 
 RECENT_STEPS = 20  # whose medians are the present speed
 # Without a new line this long, and as long as ten steps and an evaluation, a run may hang.
@@ -266,7 +266,7 @@ def _heldout_cells(view: RunView, is_wide: bool) -> Iterator[FigureCells]:
         return
 
     evaluation = view.evaluations[-1][1]
-    leading = leading_reward(evaluation, untrained_rewards(view.config))
+    leading = leading_reward(evaluation, reward_weights(view.config))
     names = sorted(evaluation.reward_names, key=lambda name: name != leading)
     percent = "95 %: " if is_wide else ""
 

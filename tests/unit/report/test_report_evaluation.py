@@ -135,6 +135,22 @@ def test_the_headline_is_of_a_reward_that_was_trained(tmp_path):
     assert "<h1>Held-out accuracy rose from" in page_of(folder)
 
 
+def test_of_several_rewards_the_one_with_the_largest_weight_leads():
+    found, _ = evaluation_of(30, num_steps=60, size=8)
+
+    def scored(**rewards):
+        return replace(
+            found, samples=[replace(sample, rewards=rewards) for sample in found.samples]
+        )
+
+    graded = scored(size=0.3, hue=0.5, tone=0.7)
+    assert leading_reward(graded) == "size"
+    assert leading_reward(graded, {"size": 0.2}) == "hue"
+    assert leading_reward(graded, {"size": 0.2, "hue": 0.5}) == "tone"
+    assert leading_reward(graded, {"size": 0.2, "hue": 0.2, "tone": 0.0}) == "size"
+    assert leading_reward(scored(size=0.3, hue=1.0), {"size": 1.0, "hue": 0.2}) == "hue"
+
+
 def test_a_held_out_reward_that_is_no_verdict_is_the_headline_by_its_name(tmp_path):
     folder = tmp_path / "run"
     write_run(folder, steps=30)
@@ -150,6 +166,7 @@ def test_a_held_out_reward_that_is_no_verdict_is_the_headline_by_its_name(tmp_pa
     unasked = [replace(sample, rewards={"ocr": None, **sample.rewards}) for sample in plain]
     found = replace(found, samples=unasked)
     assert not found.is_share("ocr") and leading_reward(found) == "color"
+    assert "Under each picture stands its color." in page
     assert "<p><b>0.8</b></p>" in page and "<p><b>0.4</b></p>" in page
 
 
@@ -259,7 +276,7 @@ def test_a_reward_of_weight_0_leads_nowhere(tmp_path):
     assert shown.getvalue().index("eval/color") < shown.getvalue().index("eval/shapes_strict")
     assert common_reward(read_runs([folder, write_run(tmp_path / "b", steps=1)])) == "color"
 
-    first, *_ = evaluation_strips(folder, {"shapes_strict"})
+    first, *_ = evaluation_strips(folder, {"shapes_strict": 0.0})
     values = {look["reward"] for look in first["looks"]}
     assert values <= {0.4, 0.8} and values
 
