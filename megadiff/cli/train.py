@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megadiff.checkpoint.checkpoints import CheckpointError
 from megadiff.cli.console import BEFORE_FIRST_STEP, INTERRUPTED, leave, log_to_stderr
 from megadiff.config.docs import to_text as keys_to_text
-from megadiff.config.load import load_config
+from megadiff.config.load import check_model_path, load_config
 from megadiff.config.schema import Config
 from megadiff.data.images import ImageSource
 from megadiff.engines import check_engine_installed
@@ -70,7 +70,9 @@ def main(argv: list[str] | None = None) -> int:
     log_to_stderr(rank)
 
     try:
-        config = load_config([*options.config, *config_arguments])
+        arguments = [*options.config, *config_arguments]
+        config = load_config(arguments)
+        check_model_path(config, arguments)
         world_size = world_size_from_env()
 
         if options.dry_run:

@@ -77,6 +77,24 @@ def load_config(arguments: Sequence[str]) -> Config:
     return config
 
 
+def check_model_path(config: Config, arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a model that is missing here, and is in the tree of a config file."""
+    path = Path(config.model.path)
+    if path.is_absolute() or path.exists():
+        return
+    for argument in arguments:
+        # As _layers() tells files from overrides.
+        if not os.path.isfile(argument):
+            continue
+        for folder in Path(argument).resolve().parents:
+            if (folder / path).is_dir():
+                raise ConfigError(
+                    f"model.path={path} is no folder, as it means {path.absolute()}: relative "
+                    f"paths start at the current folder. {argument} has it beside itself: start "
+                    f"the command in {folder}, or set model.path={folder / path}"
+                )
+
+
 def load_rewards(arguments: Sequence[str]) -> dict[str, RewardConfig]:
     """Return the section `reward` of a config that need not be whole. Raises as load_config()."""
     rewards = _to_object(arguments, _merged(arguments), section="reward")

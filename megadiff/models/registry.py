@@ -6,6 +6,7 @@ points of the group `megadiff.families`; a run may name one as `model.family`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -115,7 +116,7 @@ def family_of(folder: Path, family: str = "") -> Family:
     Raises ValueError when none does, or several do.
     """
     if not folder.is_dir():
-        raise ValueError(f"model folder {folder} does not exist; give a diffusers pipeline folder")
+        raise ValueError(_no_folder(folder))
     choices = _choices(family)
     index = read_index(folder)
     matching = [choice for choice in choices if choice.recognises(folder, index)]
@@ -132,6 +133,23 @@ def family_of(folder: Path, family: str = "") -> Family:
     supported = ", ".join(sorted(choice.pipeline_class for choice in choices))
     who = f"supported by model.family={family}" if family else "supported pipelines"
     raise ValueError(f"{folder} is a {class_name!r}; {who}: {supported}")
+
+
+def _no_folder(folder: Path) -> str:
+    """Say what is there in place of a model's folder, and what to give."""
+    if folder.is_file():
+        return f"{folder} is a file; give the folder with {INDEX}"
+
+    where = "" if folder.is_absolute() else f", from here it is {folder.absolute()}"
+    text = f"model folder {folder} does not exist; give a diffusers pipeline folder{where}"
+    hub_name = re.fullmatch(r"[\w.-]+/([\w.-]+)", str(folder))
+    if hub_name and not folder.parent.exists():
+        target = f"models/{hub_name[1].lower().replace('-', '_')}"
+        text += (
+            f". Nothing is fetched from a hub: `hf download {folder} --local-dir {target}`, then "
+            f"model.path={target}"
+        )
+    return text
 
 
 def _path_of(family: Family) -> str:

@@ -79,6 +79,21 @@ def test_missing_parts_are_named(folder: Path, missing: str, match: str) -> None
         check_model_folder(folder)
 
 
+def test_what_is_no_folder_is_told_what_to_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").write_text("")
+    with pytest.raises(ValueError, match=r"^afile is a file; give the folder with model_index"):
+        check_model_folder(Path("afile"))
+
+    hub = "hf download Qwen/Qwen-Image --local-dir models/qwen_image`, then model.path=models/qwen"
+    with pytest.raises(ValueError, match=hub):
+        check_model_folder(Path("Qwen/Qwen-Image"))
+    with pytest.raises(ValueError, match=f"from here it is {tmp_path}/a/b/c$"):
+        check_model_folder(Path("a/b/c"))
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
