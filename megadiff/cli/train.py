@@ -48,8 +48,8 @@ from megadiff.train.build import build_run, build_sft_run, collective_timeout_s
 from megadiff.train.check import check
 from megadiff.train.dry_run import describe, to_text
 from megadiff.train.loop import Run, train
-from megadiff.train.nothing_left import is_finished
 from megadiff.train.rescue import Rescue
+from megadiff.train.resume_point import is_finished
 from megadiff.train.run import make_run_folder, run_folder
 from megadiff.train.run_lock import lock
 from megadiff.train.sft import SftRun, train_sft

@@ -34,7 +34,7 @@ from megadiff.train.check_judges import check_judges
 from megadiff.train.check_model import check_model, check_replicas
 from megadiff.train.components import check_components
 from megadiff.train.evaluate import spread
-from megadiff.train.nothing_left import check_num_steps
+from megadiff.train.resume_point import check_num_steps, check_saved_lora
 from megadiff.train.run import check_run_folder
 from megadiff.train.sampling import given_images, sampling_of
 from megadiff.types import Prompt, Sampling
@@ -74,6 +74,7 @@ def check(
     check_run_folder(config)
     _check_resume(config.checkpoint.resume)
     check_num_steps(config)
+    check_saved_lora(config)
 
     on_policy = algorithm.on_policy
     if on_policy:

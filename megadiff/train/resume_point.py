@@ -1,11 +1,11 @@
-"""Say before anything starts that a run has no step left to train."""
+"""Say before anything starts that a run has no step left to train, or cannot go on as it is."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from megadiff.checkpoint.run_folders import read_progress, whole_looking
+from megadiff.checkpoint.run_folders import read_config, read_progress, whole_looking
 from megadiff.config.schema import Config
 from megadiff.observe.events import Events, read_events
 from megadiff.parallel.collectives import read_once
@@ -32,6 +32,38 @@ def check_num_steps(config: Config) -> None:
         f"{2 * step}. To begin at step 0 from these weights: `megadiff convert {folder} out`, then "
         "model.path=out checkpoint.resume=auto and another run.name"
     )
+
+
+def check_saved_lora(config: Config) -> None:
+    """Raise ValueError where the checkpoint to resume from was trained with another LoRA.
+
+    Each older one would be tried in vain otherwise.
+    """
+    folder, _ = _resume_point(config)
+    if folder is None:
+        return
+    try:
+        saved = read_config(folder)["lora"]
+        theirs = (int(saved["rank"]), float(saved["alpha"]))
+    except (ValueError, KeyError, TypeError):
+        # A checkpoint from elsewhere may say nothing; its tensors are compared when it loads.
+        return
+
+    ours = (config.lora.rank, config.lora.alpha)
+    if _scaled(*theirs) == _scaled(*ours):
+        return
+    rank, alpha = theirs
+    key = "rank" if rank != ours[0] else "alpha"
+    mine, saved_value = (ours[0], rank) if key == "rank" else (ours[1], alpha)
+    raise ValueError(
+        f"lora.{key}={mine:g}, but {folder} was trained with lora.{key}={saved_value:g}: set "
+        f"lora.rank={rank} lora.alpha={alpha:g} to go on with it, or another run.name to begin anew"
+    )
+
+
+def _scaled(rank: int, alpha: float) -> tuple[int, float]:
+    """Return rank and alpha as they act: 0 takes the rank."""
+    return rank, alpha or float(rank)
 
 
 def is_finished(config: Config, mesh: Mesh) -> bool:

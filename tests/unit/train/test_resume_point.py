@@ -10,7 +10,7 @@ import pytest
 from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.config.schema import Config
 from megadiff.observe.events import Events, read_events
-from megadiff.train.nothing_left import check_num_steps, is_finished
+from megadiff.train.resume_point import check_num_steps, check_saved_lora, is_finished
 from megadiff.types import Progress
 from tests.meshes import one_rank_mesh
 
@@ -27,7 +27,12 @@ def config_of(folder: Path, num_steps: int, resume: str = "auto", name: str = "a
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """runs/a, with a checkpoint of step 24."""
-    checkpoints = Checkpoints(tmp_path / "a", config_of(tmp_path, 24), one_rank_mesh())
+    return saved(config_of(tmp_path, 24), tmp_path)
+
+
+def saved(config: Config, tmp_path: Path) -> Path:
+    """Write a checkpoint of step 24 into the run's folder."""
+    checkpoints = Checkpoints(tmp_path / "a", config, one_rank_mesh())
     aside = checkpoints.begin_rescue(24)
     (aside / "rank_00000.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     checkpoints.complete(aside, Progress(step=24))
@@ -76,3 +81,34 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(
     assert words in str(caught.value)
     assert "train.num_steps=48" in str(caught.value)
     assert f"`megadiff convert {checkpoint} out`" in str(caught.value)
+
+
+def test_another_lora_is_refused_before_any_checkpoint_is_tried(tmp_path: Path) -> None:
+    config = config_of(tmp_path, 24)
+    config.lora.rank = 8
+    config.lora.alpha = 16.0
+    folder = saved(config, tmp_path)
+    check_saved_lora(config)
+
+    config.lora.rank = 16
+    words = (
+        f"lora.rank=16, but {folder}/a/checkpoints/step_000024 was trained with lora.rank=8: set "
+        "lora.rank=8 lora.alpha=16 to go on with it, or another run.name"
+    )
+    with pytest.raises(ValueError, match=words):
+        check_saved_lora(config)
+
+    config.lora.rank = 8
+    config.lora.alpha = 0.0
+    with pytest.raises(ValueError, match=r"lora.alpha=0, but .* was trained with lora.alpha=16"):
+        check_saved_lora(config)
+    config.checkpoint.resume = "never"
+    check_saved_lora(config)
+
+
+def test_alpha_0_is_the_rank(tmp_path: Path) -> None:
+    config = config_of(tmp_path, 24)
+    config.lora.rank = 8
+    saved(config, tmp_path)
+    config.lora.alpha = 8.0
+    check_saved_lora(config)
