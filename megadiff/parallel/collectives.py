@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megadiff.process.words import error_text
 from megadiff.types import Figures
 
 T = TypeVar("T")
@@ -115,7 +116,7 @@ def raise_together(error: BaseException | None, group: dist.ProcessGroup) -> Non
     if source < 0:
         return
 
-    text = broadcast_json(f"{type(error).__name__}: {error}", source=source, group=group)
+    text = broadcast_json(error_text(error) if error else "", source=source, group=group)
     where = f"rank {source}: " if dist.get_world_size(group) > 1 else ""
     raise AgreedError(f"{where}{text}") from error
 

@@ -7,10 +7,11 @@ import importlib
 from collections.abc import Iterable
 
 
-def import_class(path: str, base: type, *, key: str) -> type:
+def import_class(path: str, base: type, *, key: str, advice: str = "") -> type:
     """Return the class that `module:Class` names.
 
-    base: what it must be derived from. key: the config's "key=value", for messages.
+    base: what it must be derived from. key: the config's "key=value", for messages. advice: what to
+    do where it is not.
     Raises ValueError when there is no such class.
     """
     module_name, _, class_name = path.partition(":")
@@ -30,7 +31,7 @@ def import_class(path: str, base: type, *, key: str) -> type:
     # issubclass() takes no protocol with attributes
     if base not in getattr(named, "__mro__", ()):
         parent = f"{base.__module__}.{base.__qualname__}"
-        raise ValueError(f"{key}: {class_name!r} is not a class derived from {parent}")
+        raise ValueError(f"{key}: {class_name!r} is not a class derived from {parent}{advice}")
     return named
 
 

@@ -1,4 +1,4 @@
-"""Write counts with their nouns, and large ones short."""
+"""Write counts with their nouns, large ones short, and errors as sentences."""
 
 from __future__ import annotations
 
@@ -14,3 +14,16 @@ def short_count(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return str(count)
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error's text, without the name of its class where the text is a sentence of ours.
+
+    Libraries' own errors often say little without their class.
+    """
+    text = str(error)
+    is_ours = type(error).__module__.partition(".")[0] == "megadiff"
+    # Not its subclasses, such as UnicodeDecodeError.
+    if text and (is_ours or type(error) is ValueError):
+        return text
+    return f"{type(error).__name__}: {text}"

@@ -14,6 +14,8 @@ from megadiff.process.doors import import_class, near
 from megadiff.rewards import REWARDS
 from megadiff.types import Prompt
 
+HOW_TO_WRITE = "write class X(Reward) with score(self, samples), see docs/adding_a_reward.md"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSample:
@@ -122,7 +124,8 @@ def build_rewards(configs: Mapping[str, RewardConfig]) -> dict[str, Reward]:
 def build_reward(name: str, config: RewardConfig) -> Reward:
     """Build the reward `reward.<name>`.
 
-    Raises ValueError for an unknown type, wrong args and samples_per_call < 1.
+    Raises ValueError for an unknown type, a class without score(), wrong args and samples_per_call
+    < 1.
     """
     path = config.type if ":" in config.type else REWARDS.get(config.type)
     if path is None:
@@ -131,7 +134,8 @@ def build_reward(name: str, config: RewardConfig) -> Reward:
             f"known: {', '.join(sorted(REWARDS))}, or your own as my_package.my_module:MyReward"
         )
 
-    reward_class = import_class(path, Reward, key=f"reward.{name}.type={config.type}")
+    key = f"reward.{name}.type={config.type}"
+    reward_class = import_class(path, Reward, key=key, advice=f"; {HOW_TO_WRITE}")
     _check_args(name, config.type, reward_class, config.args)
 
     try:
@@ -142,6 +146,9 @@ def build_reward(name: str, config: RewardConfig) -> Reward:
         ) from error
 
     reward.name = name
+    # Of the object, which may have got its own in the constructor.
+    if getattr(reward.score, "__func__", None) is Reward.score:
+        raise ValueError(f"{key}: {path} does not define score(samples); {HOW_TO_WRITE}")
     count = reward.samples_per_call
     # Not isinstance: True would pass for 1.
     if count is not None and (type(count) is not int or count < 1):

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.engines.base import Engine
 from megadiff.observe.events import Events
+from megadiff.process.words import error_text
 from megadiff.train.board import MOST_CHARS, Board, RankState, disagreement
 from megadiff.train.stop import (
     CLOSE_S,
@@ -144,7 +145,7 @@ class Rescue:
         if self.requests.is_over or not self._thread.is_alive():
             return
         self._main_failed.set()
-        self._end(f"{type(error).__name__}: {error}")
+        self._end(error_text(error))
 
     def launcher_gone(self) -> None:
         """Save what is whole, as torchrun was killed; returns when the process should be gone."""

@@ -104,3 +104,25 @@ def test_a_call_may_not_outlast_its_limit() -> None:
     )
     with pytest.raises(ValueError, match=r"deadline_s=600 and reward\.far\.timeout_s=300: "):
         build_reward("far", config)
+
+
+class NoScore(Reward):
+    """Lacks what a reward is for."""
+
+
+def no_class(samples):
+    return [0.0 for _ in samples]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NoScore", f"{__name__}:NoScore does not define score"),
+        ("no_class", "'no_class' is not a class derived from megadiff.rewards.base.Reward; write"),
+    ],
+)
+def test_what_cannot_score_is_refused_when_it_is_built(name, words):
+    with pytest.raises(ValueError) as caught:
+        build_reward("mine", RewardConfig(type=f"{__name__}:{name}"))
+    assert words in str(caught.value)
+    assert "write class X(Reward) with score(self, samples)" in str(caught.value)

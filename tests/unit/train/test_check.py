@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import megadiff
 from megadiff.cli.main import main
 from megadiff.config.load import load_config
-from megadiff.rewards.base import Reward
+from megadiff.rewards.base import Reward, RewardSample
 from megadiff.train.check import check
 
 HERE = "test_check"
@@ -30,6 +31,9 @@ class Counted(Reward):
 
     def validate(self, prompts: object) -> None:
         self.calls.append("validate")
+
+    def score(self, samples: Sequence[RewardSample]) -> list[float]:
+        return [0.0] * len(samples)
 
     def close(self) -> None:
         self.calls.append("close")
@@ -101,7 +105,7 @@ def test_a_dry_run_closes_them(arguments: list[str], capsys: pytest.CaptureFixtu
 def test_the_console_script_finds_a_reward_in_the_current_folder(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    source = "from megadiff.rewards.base import Reward\nclass Mine(Reward):\n    pass\n"
+    source = "from megadiff.rewards.base import Reward\nclass Mine(Reward):\n    score = len\n"
     (tmp_path / "my_reward_beside_me.py").write_text(source)
     # -P is as a console script has it: the current folder is not on the path.
     program = "from megadiff.cli.main import entry; entry()"
