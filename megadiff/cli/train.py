@@ -144,11 +144,9 @@ def train_rank(config: Config, *, world_size: int, ends_process: bool = True) ->
         _reserve_sockets(config, layout)
         mesh = init_mesh(layout, config.run.device, timeout_s=collective_timeout_s(config))
         if is_finished(config, mesh):
-            if mesh.rank == 0 and not (run_folder(config) / "report.html").exists():
-                _write_report(config)
+            _report_finished(config, mesh)
             return
         _share_cores(mesh)
-
         if mesh.rank == 0 and mesh.device.type == "cuda":
             num_bytes = torch.cuda.get_device_properties(mesh.device).total_memory
             ranks_per_node = local_world_size_of(world_size)
@@ -209,6 +207,12 @@ def _share_cores(mesh: Mesh) -> None:
     if mesh.device.type == "cpu" and "LOCAL_WORLD_SIZE" in os.environ:
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+
+
+def _report_finished(config: Config, mesh: Mesh) -> None:
+    """Write the report of a run that was finished before, where it is missing."""
+    if mesh.rank == 0 and not (run_folder(config) / "report.html").exists():
+        _write_report(config)
 
 
 def _write_report(config: Config, trackers: Trackers | None = None) -> None:

@@ -9,7 +9,6 @@ from megadiff.algorithms import build_algorithm
 from megadiff.config.load import (
     ConfigError,
     all_keys,
-    check_model_path,
     load_config,
     save_config,
     to_dict,
@@ -388,23 +387,3 @@ def test_a_bare_off_is_a_choice_and_no_boolean(base, tmp_path):
         assert config.parity.mode == "off"
         save_config(config, tmp_path / "saved.yaml")
         assert load_config([str(tmp_path / "saved.yaml")]) == config
-
-
-def test_a_model_beside_the_config_file_is_named(tmp_path, monkeypatch):
-    """A clone's config, with the command run elsewhere."""
-    clone = tmp_path / "clone"
-    (clone / "assets" / "shapes").mkdir(parents=True)
-    (clone / "configs").mkdir()
-    file = clone / "configs" / "a.yaml"
-    file.write_text(BASE)
-    monkeypatch.chdir(tmp_path)
-
-    arguments = [str(file), "model.path=assets/shapes"]
-    with pytest.raises(ConfigError) as caught:
-        check_model_path(load_config(arguments), arguments)
-    assert f"it means {tmp_path}/assets/shapes: relative paths start at the" in str(caught.value)
-    assert f"start the command in {clone}, or set model.path={clone}/assets/s" in str(caught.value)
-
-    for path in ("assets/other", str(clone / "gone"), "clone/assets/shapes"):
-        arguments = [str(file), f"model.path={path}"]
-        check_model_path(load_config(arguments), arguments)
