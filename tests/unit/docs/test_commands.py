@@ -254,6 +254,7 @@ def load(layers: tuple[str, ...]) -> None:
 @cache
 def layer_of(name: str) -> str:
     """Return the yaml file that a page means, "" for a reader's own."""
+    name = name.removeprefix("~/megadiff/")  # where a page has the clone, seen from elsewhere
     if (ROOT / name).is_file():
         return str(ROOT / name)
     if PLACEHOLDER.match(Path(name).stem):
@@ -294,8 +295,9 @@ def test_every_yaml_block_of_a_config_loads(tmp_path):
                 continue
             file = tmp_path / "block.yaml"
             file.write_text(block)
+            below = re.findall(r"^# over (\S+\.yaml)$", block, re.MULTILINE)
             try:
-                load_config([SHOWN["BASE"], str(file)])
+                load_config([SHOWN["BASE"], *(str(ROOT / name) for name in below), str(file)])
             except ValueError as error:
                 problems.append(f"{page.name}:{line}: {error}")
     assert not problems, "\n".join(problems)
