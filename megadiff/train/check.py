@@ -29,7 +29,12 @@ from megadiff.parallel.mesh import (
 )
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.limits import Limits
-from megadiff.train.check_algorithm import ITEMS, check_algorithm, constants_without_use
+from megadiff.train.check_algorithm import (
+    ITEMS,
+    check_algorithm,
+    constants_without_use,
+    unbalanced_rewards,
+)
 from megadiff.train.check_judges import check_judges
 from megadiff.train.check_model import check_model, check_replicas
 from megadiff.train.components import check_components
@@ -80,6 +85,7 @@ def check(
     if on_policy:
         check_window(sampling_of(config.rollout))
         _check_weights(config)
+        _warn_once(unbalanced_rewards(config))
     _check_lora_start(config, algorithm)
 
     adapter = _checked_adapter(config, layout, algorithm)
@@ -98,6 +104,12 @@ def check(
     kind = ITEMS[algorithm.rows]
     source = open_images(attrgetter(kind.key)(config), seed=config.seed, kind=kind)
     return layout, adapter, source, scorer
+
+
+def _warn_once(warning: str) -> None:
+    """Log a warning on rank 0, unless it is empty."""
+    if warning and os.environ.get("RANK", "0") == "0":  # there is no mesh yet
+        logger.warning("%s", warning)
 
 
 def _check_resume(resume: str) -> None:
@@ -154,8 +166,7 @@ def _checked_adapter(config: Config, layout: Layout, algorithm: Algorithm) -> Mo
     adapter = build_adapter(model, config.model.family)
     check_model(config, adapter, on_policy=algorithm.on_policy)
     for warning in check_components(config, adapter, has_steps=algorithm.rows == "steps"):
-        if os.environ.get("RANK", "0") == "0":  # there is no mesh yet
-            logger.warning("%s", warning)
+        _warn_once(warning)
     check_heads(adapter.num_heads, sp=layout.sp, tp=layout.tp)
     check_start(config.lora, adapter)
     return adapter

@@ -77,6 +77,24 @@ def constants_without_use(config: AlgorithmConfig, algorithm: Algorithm) -> list
     ]
 
 
+def unbalanced_rewards(config: Config) -> str:
+    """Return a warning where rewards of different prompts share one std, or none; "" elsewhere."""
+    kind = config.algorithm.advantage
+    if kind not in ("global", "none"):
+        return ""
+
+    weighted = {name: reward for name, reward in config.reward.items() if reward.weight}
+    first = next(iter(weighted), "")
+    for name, reward in weighted.items():
+        if reward.only != weighted[first].only:
+            return (
+                f"algorithm.advantage={kind} with reward.{first}.only={weighted[first].only} and "
+                f"reward.{name}.only={reward.only}: their prompts are not scaled apart, so the "
+                "reward that spreads less trains less; set algorithm.advantage=group or gdpo"
+            )
+    return ""
+
+
 def _check_supervised(config: Config, algorithm: Algorithm) -> None:
     settings = config.algorithm
     name = f"algorithm.name={settings.name}"

@@ -97,6 +97,21 @@ def test_constants_that_the_loss_does_not_take_are_told_in_one_line(
     assert [text for text in caplog.messages if "no use for" in text] == lines
 
 
+def test_rewards_that_share_one_std_are_warned_of(
+    arguments: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = '{"prompt": "a red cup", "tag": "a"}\n{"prompt": "a blue cup", "tag": "b"}\n'
+    (tmp_path / "rows.jsonl").write_text(rows)
+    routed = [
+        f"data.prompts={tmp_path}/rows.jsonl",
+        "reward.counted.only={tag: a}",
+        f"reward.other={{type: '{HERE}:Counted', only: {{tag: b}}}}",
+    ]
+    with ExitStack() as stack:
+        check(load_config([*arguments, *routed]), world_size=1, stack=stack)
+    assert [text for text in caplog.messages if "trains less" in text]
+
+
 def test_a_dry_run_closes_them(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *arguments, "--dry-run"]) == 0
     assert Counted.calls == ["constructor", "validate", "close"]

@@ -12,9 +12,15 @@ import pytest
 from megadiff.algorithms import ALGORITHMS, Algorithm, build_algorithm
 from megadiff.config.algorithm import with_algorithm_defaults
 from megadiff.config.load import ConfigError, load_config
-from megadiff.config.schema import AlgorithmConfig
+from megadiff.config.rewards import RewardConfig
+from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.config.validate import validate
-from megadiff.train.check_algorithm import CONSTANTS, check_algorithm, constants_without_use
+from megadiff.train.check_algorithm import (
+    CONSTANTS,
+    check_algorithm,
+    constants_without_use,
+    unbalanced_rewards,
+)
 
 BASE = """
 run: {name: test}
@@ -215,6 +221,34 @@ def test_constants_without_use_are_named(name: str, settings: dict, unused: list
     config = with_algorithm_defaults(AlgorithmConfig(name=name, **settings))
     expected = [f"algorithm.{key}={settings[key]}" for key in unused]
     assert sorted(constants_without_use(config, build_algorithm(config))) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "only", "weight", "warns"),
+    [
+        ("global", {"tag": "art"}, 1.0, True),
+        ("none", {"tag": "art"}, 1.0, True),
+        ("group", {"tag": "art"}, 1.0, False),
+        ("gdpo", {"tag": "art"}, 1.0, False),
+        ("global", {"tag": "ocr"}, 1.0, False),
+        ("global", {"tag": "art"}, 0.0, False),  # only watched
+    ],
+)
+def test_rewards_of_unlike_prompts_are_warned_of(
+    advantage: str, only: dict, weight: float, warns: bool
+) -> None:
+    config = Config()
+    config.algorithm.advantage = advantage
+    config.reward = {
+        "text": RewardConfig(type="ocr", only={"tag": "ocr"}),
+        "taste": RewardConfig(type="pickscore", weight=weight, only=only),
+    }
+    warning = unbalanced_rewards(config)
+    assert bool(warning) == warns
+    if warns:
+        assert f"algorithm.advantage={advantage} with reward.text.only={{'tag': 'ocr'}}" in warning
+        assert "reward.taste.only={'tag': 'art'}" in warning
+        assert "set algorithm.advantage=group or gdpo" in warning
 
 
 def test_the_constants_of_every_loss_are_known() -> None:
