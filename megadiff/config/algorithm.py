@@ -82,7 +82,10 @@ class AlgorithmConfig:
         below=1,
     )
     lagging_decay_rate: float = key(
-        0.001, "lagging_decay is reached in steps of this, one an optimizer step.", above=0
+        0.001,
+        "lagging_decay is reached in steps of this, one an optimizer step. Of several components "
+        "the one with the most steps counts.",
+        above=0,
     )
     lagging_decay_start: int = key(
         0, "The lagging policy copies the trained one for this many optimizer steps.", at_least=0
@@ -102,8 +105,8 @@ class AlgorithmConfig:
     )
     ema_decay: float = key(
         0.0,
-        "Evaluate and export weights averaged with this; 0 keeps none. Over n updates it rises to "
-        "this as (1 + n) / (10 + n): 0.918 after 100, 0.991 after 1,000.",
+        "Evaluate and export weights averaged with this; 0 keeps none. After n updates it is at "
+        "most (1 + n) / (10 + n): 0.918 after 100, 0.991 after 1,000.",
         at_least=0,
         at_most=1,
     )

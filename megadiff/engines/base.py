@@ -53,6 +53,10 @@ class Engine(Protocol):
     @property
     def changed(self) -> Set[str]: ...
 
+    @property
+    def num_updates(self) -> int:
+        """Count optimizer steps since step 0 of the run: those of the component with the most."""
+
     def velocities(self, batch: Batch) -> Tensor:
         """Return the current policy's velocity of each row, without gradient.
 

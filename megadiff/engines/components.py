@@ -182,6 +182,10 @@ class ComponentsEngine:
             finally:
                 self.changed |= replaced
 
+    @property
+    def num_updates(self) -> int:
+        return max(member.num_updates for member in self.members.values())
+
     def follow(self, decay: float) -> None:
         for member in self.members.values():
             member.follow(decay)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megadiff.algorithms import LAGGING, OLD, REFERENCE, Algorithm
-from megadiff.config.schema import Config
+from megadiff.config.algorithm import AlgorithmConfig
 from megadiff.engines.base import Engine
 from megadiff.engines.microbatch import Batch
 from megadiff.train.rows import with_velocities
@@ -39,13 +39,19 @@ def with_old_policy(engine: Engine, parts: list[Batch], *, weighs: bool) -> list
     return parts_with_old
 
 
-def lagging_decay(config: Config, *, step: int) -> float:
-    """Return by how much the lagging policy stays where it is after `step` finished steps.
+def follow(engine: Engine) -> None:
+    """Let the lagging policy follow after a step's updates, where there is one."""
+    settings = engine.config.algorithm
+    if settings.lagging_decay:
+        engine.follow(lagging_decay(settings, num_updates=engine.num_updates))
 
-    It is 0 up to lagging_decay_start optimizer steps and then rises by lagging_decay_rate with
-    each, up to lagging_decay. As in DiffusionNFT's decay types.
+
+def lagging_decay(settings: AlgorithmConfig, *, num_updates: int) -> float:
+    """Return by how much the lagging policy stays where it is after num_updates optimizer steps.
+
+    It is 0 up to lagging_decay_start of them and then rises by lagging_decay_rate with each, up to
+    lagging_decay. As in DiffusionNFT's decay types.
+    num_updates: the engine's, as a resumed run may make more or fewer in a step than before.
     """
-    settings = config.algorithm
-    num_updates = step * config.train.updates_per_step
     risen = (num_updates - settings.lagging_decay_start) * settings.lagging_decay_rate
     return min(max(risen, 0.0), settings.lagging_decay)

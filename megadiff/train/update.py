@@ -17,7 +17,7 @@ from megadiff.engines.microbatch import Batch
 from megadiff.parallel.collectives import all_reduce_sums, sum_tensor
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL
-from megadiff.train.policies import lagging_decay, with_old_policy, with_other_policies
+from megadiff.train.policies import follow, with_old_policy, with_other_policies
 from megadiff.train.reward_metrics import shares_of_advantage
 from megadiff.train.rows import ROWS, rows_per_group, update_parts
 from megadiff.train.sampling import Rewards
@@ -77,8 +77,7 @@ def update(
             stats.append(engine.update(with_denominator(part, mesh), algorithm.loss))
         except NonFiniteError as error:
             step_over(error, groups, rewards, engine=engine, progress=progress)
-    if settings.lagging_decay:
-        engine.follow(lagging_decay(config, step=progress.step + 1))
+    follow(engine)
     engine.offload(waits=False)  # beside what is left of the step; replicas are awake in the next
 
     figures = mean_of_dicts(stats) | shares

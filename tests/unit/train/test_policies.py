@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from megadiff.algorithms import build_algorithm
 from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.engines.microbatch import Batch
-from megadiff.train.policies import lagging_decay, with_old_policy, with_other_policies
+from megadiff.train.policies import follow, lagging_decay, with_old_policy, with_other_policies
 from megadiff.train.rows import level_rows, to_train_batch, update_parts
 from tests.scored import STEPS, scored_groups
 
@@ -29,16 +30,24 @@ GOLDEN = [
 def test_decay_of_the_lagging_policy(
     start: int, rate: float, most: float, decays: dict[int, float]
 ) -> None:
+    settings = AlgorithmConfig(
+        lagging_decay_start=start, lagging_decay_rate=rate, lagging_decay=most
+    )
+    reached = {count: lagging_decay(settings, num_updates=count) for count in decays}
+    assert reached == pytest.approx(decays, abs=1e-12)
+
+
+@pytest.mark.parametrize("updates_per_step", [1, 2])
+def test_the_decay_goes_by_updates_that_were_made(updates_per_step: int) -> None:
+    """A resumed run may make another number of updates in a step than those before it."""
     config = Config()
-    config.algorithm.lagging_decay_start = start
-    config.algorithm.lagging_decay_rate = rate
-    config.algorithm.lagging_decay = most
-    found = {step: lagging_decay(config, step=step) for step in decays}
-    assert found == pytest.approx(decays, abs=1e-12)
-    config.train.updates_per_step = 2
-    even = {count: decay for count, decay in decays.items() if count % 2 == 0}
-    found = {count: lagging_decay(config, step=count // 2) for count in even}
-    assert found == pytest.approx(even, abs=1e-12)
+    config.algorithm = AlgorithmConfig(
+        lagging_decay_start=75, lagging_decay_rate=0.0075, lagging_decay=0.999
+    )
+    config.train.updates_per_step = updates_per_step
+    decays: list[float] = []
+    follow(SimpleNamespace(config=config, num_updates=200, follow=decays.append))
+    assert decays == pytest.approx([0.9375])
 
 
 class Policies:
