@@ -159,7 +159,10 @@ class OptimConfig:
         {}, "A component may have its own, as {transformer_2: 1e-5}.", above=0, at_most=10
     )
     weight_decay: float = key(
-        1e-4, "Weights decay by this; biases and norms do not.", at_least=0, at_most=1000
+        1e-4,
+        "Weights of layers decay by this; biases, norms and tables do not.",
+        at_least=0,
+        at_most=1000,
     )
     # at 1 the bias correction 1 − beta^t divides by 0
     beta1: float = key(0.9, "The first moment decays by this.", at_least=0, below=1)

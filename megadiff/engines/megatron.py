@@ -91,7 +91,7 @@ class MegatronEngine(ShardedEngine):
             transformer.requires_grad_(False)
             # no update comes: no gradient buffers, and no masters beside the weights
             self._ranges = {name: whole_range(parameter) for name, parameter in trainable.items()}
-            optimizer = build_adamw(config.optim, [])
+            optimizer = build_adamw(config.optim, {})
         else:
             self._ddp = _build_ddp(transformer, mesh)
             self._ddp.offload_grad_buffers()  # until an update
@@ -365,7 +365,7 @@ def _build_optimizer(config: Config, ddp, parameters: dict[str, nn.Parameter]):
     return DistributedOptimizer(
         build_adamw(
             config.optim,
-            (parameter for parameter in parameters.values() if parameter.requires_grad),
+            {name: p for name, p in parameters.items() if p.requires_grad},
         ),
         OptimizerConfig(
             optimizer="adam",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -11,20 +11,30 @@ from torch import Tensor
 from megadiff.config.schema import Config, OptimConfig
 
 
-def build_adamw(optim: OptimConfig, parameters: Iterable[Tensor]) -> torch.optim.AdamW:
-    """AdamW without weight decay on biases, norms and other 1-D parameters.
+def build_adamw(optim: OptimConfig, parameters: Mapping[str, Tensor]) -> torch.optim.AdamW:
+    """Build AdamW, with weight decay on what decays() alone.
 
-    It is torch's on every device and for every engine: checkpoints hold its state.
+    It is torch's on every device and for every engine: checkpoints hold its state, by name, so
+    that the groups may differ from those of the run that wrote it.
     """
-    parameters = list(parameters)
-    # decay pulls towards 0, but a norm's scale belongs near 1
+    decaying = [p for name, p in parameters.items() if decays(name, p)]
+    others = [p for name, p in parameters.items() if not decays(name, p)]
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": decaying, "weight_decay": optim.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
     )
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Tell whether weight decay acts on a parameter: on the matrices of layers.
+
+    Decay pulls towards 0, but a norm's scale belongs near 1, and a vector that is added (a bias,
+    Wan's scale_shift_table, Z-Image's pad tokens) anywhere. The latter have several dimensions.
+    """
+    return parameter.ndim > 1 and name.endswith("weight")
 
 
 def learning_rate(config: Config, component: str, *, num_updates: int) -> float:

@@ -124,7 +124,7 @@ class VeOmniEngine(ShardedEngine):
             adapter,
             component=component,
             transformer=transformer,
-            optimizer=build_adamw(config.optim, trained.values()),
+            optimizer=build_adamw(config.optim, trained),
             optimized=trained,
             masters={name: local(parameter.detach()) for name, parameter in masters.items()},
             adapters=adapters,
