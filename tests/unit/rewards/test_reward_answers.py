@@ -6,15 +6,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 from megadiff.config.rewards import RewardConfig
+from megadiff.rewards.answers import score_checked
 from megadiff.rewards.base import Reward, RewardError, RewardSample
 from megadiff.rewards.score import Scorer
-from megadiff.types import RolloutGroup
+from megadiff.types import Prompt, RolloutGroup
 
 MakeGroup = Callable[..., RolloutGroup]
 HERE = "test_reward_answers"
@@ -98,6 +101,25 @@ def scored(
         each.timeout_s = timeout_s
     with closing(Scorer(configs, num_workers=2)) as scorer:
         return scorer.score(groups)
+
+
+class ReadsColumn(Reward):
+    """Reads a column of the row."""
+
+    def score(self, samples: Sequence[RewardSample]) -> list[float]:
+        return [float(sample.prompt.fields["target"]) for sample in samples]
+
+
+def test_a_column_that_the_row_lacks_is_told_with_those_that_it_has() -> None:
+    prompt = Prompt(text="a wall", id="0", fields={"tag": "a", "aim": 1})
+    sample = RewardSample(pixels=np.zeros((1, 8, 8, 3), np.uint8), prompt=prompt, sample_index=0)
+    with pytest.raises(RewardError) as caught:
+        score_checked(ReadsColumn(), [sample])
+    assert "raised KeyError: 'target'; the row has the columns ['aim', 'tag']" in str(caught.value)
+    assert "define validate(prompts)" in str(caught.value)
+
+    full = replace(sample, prompt=replace(prompt, fields={"target": 0.5}))
+    assert score_checked(ReadsColumn(), [full]) == [0.5]
 
 
 @pytest.mark.parametrize("error", ["ValueError", "SystemExit"])
