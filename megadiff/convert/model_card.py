@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,15 @@ import torch
 from diffusers import DiffusionPipeline
 
 pipeline = DiffusionPipeline.from_pretrained("FOLDER", torch_dtype=torch.{dtype})
-```
+{drawing}```
 """
+# Pipelines that draw a picture from a text alone → the argument that the run's guidance is, and by
+# how much the pipeline's counts less than the config's.
+GUIDANCE = {
+    "QwenImagePipeline": ("true_cfg_scale", 0.0),
+    "StableDiffusion3Pipeline": ("guidance_scale", 0.0),
+    "ZImagePipeline": ("guidance_scale", 1.0),
+}
 
 
 def is_trained(source: Source) -> bool:
@@ -53,8 +61,31 @@ def model_card(source: Source, *, dtype: str) -> str:
     assert base is not None
     rows = [f"| {key} | {value} |" for key, value in _facts(source, base.home.name).items()]
     text = TEXT.format(base=base.home.name, rows="\n".join(rows))
-    is_pipeline = (base.path / "model_index.json").is_file()
-    return text + LOADING.format(dtype=dtype) if is_pipeline else text
+    index = base.path / "model_index.json"
+    if not index.is_file():
+        return text
+    pipeline = str(json.loads(index.read_text("utf-8")).get("_class_name"))
+    return text + LOADING.format(dtype=dtype, drawing=_drawing(source.config, pipeline))
+
+
+def _drawing(config: Mapping[str, Any], pipeline: str) -> str:
+    """Return the lines that save a picture as the run's replicas drew, "" where that is unknown."""
+    rollout = config.get("rollout")
+    if pipeline not in GUIDANCE or not isinstance(rollout, Mapping):
+        return ""
+    guidance, less = GUIDANCE[pipeline]
+    names = ("height", "width", "num_inference_steps")
+    if any(name not in rollout for name in (*names, guidance)):
+        return ""
+
+    values = {name: rollout[name] for name in names} | {guidance: rollout[guidance] - less}
+    arguments = ", ".join(f"{name}={value}" for name, value in values.items())
+    # without a negative text Qwen-Image's pipeline does not guide at all
+    negative = ', negative_prompt=" "' if guidance == "true_cfg_scale" else ""
+    return (
+        f"settings = dict({arguments}{negative})\n"
+        'pipeline("PROMPT", **settings).images[0].save("picture.png")\n'
+    )
 
 
 def _facts(source: Source, base: str) -> dict[str, str]:

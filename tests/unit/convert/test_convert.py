@@ -22,6 +22,7 @@ from tests.unit.convert.conversions import (
     refused,
     resaved,
     run,
+    seal,
     stored,
     write_checkpoint,
 )
@@ -203,6 +204,10 @@ def test_a_trained_export_has_a_card_of_its_own_and_loads_as_that_says(
     (base / "LICENSE").write_text("Terms.")
     state = policy_state(base, {"model": 1.0})
     checkpoint = write_checkpoint(tmp_path / "run/checkpoints/step_000007", state, base)
+    rollout = {"height": 32, "width": 64, "num_inference_steps": 2, "true_cfg_scale": 3.0}
+    config = {"model": {"path": str(base)}, "seed": 3, "rollout": rollout}
+    (checkpoint / "config.yaml").write_text(yaml.safe_dump(config))
+    seal(checkpoint)
 
     out = tmp_path / "out"
     assert run(checkpoint, out, "--dtype", "bfloat16", "--verify") == 0
@@ -216,6 +221,13 @@ def test_a_trained_export_has_a_card_of_its_own_and_loads_as_that_says(
     names = {"DiffusionPipeline": DiffusionPipeline, "torch": torch}
     exec(line.replace("FOLDER", str(out)), names)
     assert _image_of(names["pipeline"]).isfinite().all()
+
+    saved = tmp_path / "picture.png"
+    settings, picture = card.split(line)[1].splitlines()[1:3]
+    exec(settings, names)
+    assert names["settings"] == rollout | {"negative_prompt": " "}
+    exec(picture.replace("picture.png", str(saved)), names)
+    assert saved.stat().st_size > 0
 
     # Weights that nobody trained keep their own card.
     assert run(base, tmp_path / "same") == 0
