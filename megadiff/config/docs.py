@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from omegaconf import MISSING
 
+from megadiff.config.key import SIGNS
 from megadiff.config.rewards import NAMED_SECTIONS
 from megadiff.config.schema import Config
 
-SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
 MARKDOWN_HEAD = """# Configuration
 
 `megadiff train CONFIG.yaml key=value …` merges yaml files and overrides from left to right. The

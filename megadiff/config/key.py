@@ -6,6 +6,8 @@ import copy
 from dataclasses import field
 from typing import Any
 
+SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}  # of bounds
+
 
 def key(
     default: Any,

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadiff.config.algorithm import with_algorithm_defaults
+from megadiff.config.key import SIGNS
 from megadiff.config.rewards import NAMED_SECTIONS, RewardConfig
 from megadiff.config.schema import Config
 from megadiff.config.synonyms import SYNONYMS
@@ -132,10 +133,37 @@ def _merged(arguments: Sequence[str]) -> DictConfig:
             key = str(error.full_key)
             raise ConfigError(f"{source}: unknown key {key}; {_advice(key)}") from error
         except OmegaConfBaseException as error:
-            key = f"{error.full_key}: " if error.full_key else ""
-            raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from error
+            raise ConfigError(f"{source}: {_wrong_type(error)}") from error
 
     return merged
+
+
+def _wrong_type(error: OmegaConfBaseException) -> str:
+    """Return what OmegaConf refused, for a number that is none in plain words and with its rule."""
+    key = str(error.full_key or "")
+    reason = str(error).splitlines()[0]
+    match = re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", reason)
+    kinds = {"Float": "number", "Integer": "whole number"}
+    if not match or match[2] not in kinds:
+        return f"{key}: {reason}" if key else reason
+
+    value, kind = match[1], kinds[match[2]]
+    rules = " and ".join(f"{SIGNS[name]} {bound}" for name, bound in _bounds(key).items())
+    return f"{key}={value!r} is no {kind}; give one{rules and f' that is {rules}'}"
+
+
+def _bounds(key: str) -> Mapping[str, float]:
+    """Return the schema's bounds of a key, none for one that the user named."""
+    section: Any = Config
+    for name in key.split("."):
+        fields = {field.name: field for field in dataclasses.fields(section)}
+        if name not in fields:
+            return {}
+        kind = get_type_hints(section)[name]
+        if not dataclasses.is_dataclass(kind):
+            return fields[name].metadata.get("bounds", {})
+        section = kind
+    return {}
 
 
 def _take_out(source: str, merged: DictConfig, layer: DictConfig) -> None:
