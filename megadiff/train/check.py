@@ -91,6 +91,7 @@ def check(
     adapter = _checked_adapter(config, layout, algorithm)
     check_replicas(config, adapter, num_nodes=max(1, world_size // ranks_per_node))
     prompts = read_prompts(config, config.data.prompts, adapter) if on_policy else []
+    _warn_once(_repeated_prompts(config, prompts))
     asked = [*prompts, *eval_prompts(config, adapter)]
     adapter.check_prompts(asked)
 
@@ -129,6 +130,20 @@ def _check_resume(resume: str) -> None:
     advice = f"{inside[-1]}, the newest in it" if inside else "a checkpoint's folder (step_…)"
     raise ValueError(
         f"checkpoint.resume={resume} is no checkpoint, as it holds no {PROGRESS}; give {advice}"
+    )
+
+
+def _repeated_prompts(config: Config, prompts: list[Prompt]) -> str:
+    """Return a warning where a step needs more prompts than there are, else ""."""
+    wanted = config.train.prompts_per_step
+    if not 0 < len(prompts) < wanted:
+        return ""
+    least, rest = divmod(wanted, len(prompts))
+    times = f"{least} to {least + 1}" if rest else str(least)
+    return (
+        f"train.prompts_per_step={wanted} > {len(prompts)} prompts of data.prompts="
+        f"{config.data.prompts}: a step holds the same prompt {times} times; give more prompts, or "
+        f"set train.prompts_per_step={len(prompts)} and a larger algorithm.group_size"
     )
 
 
