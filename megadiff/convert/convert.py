@@ -98,7 +98,8 @@ def convert(src: Path, dst: Path, options: Options, *, progress: Progress) -> No
 
     gib = job.num_bytes / 2**30
     # From the first read to the last write.
-    logger.info("%.2f GiB in %.2f s, %.2f GiB/s", gib, seconds, gib / seconds)
+    size = f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * 1024:.2f} MiB"
+    logger.info("%s in %.2f s, %.2f GiB/s", size, seconds, gib / seconds)
 
 
 def _choose_job(source: Source, options: Options) -> Job:

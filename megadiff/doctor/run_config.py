@@ -14,7 +14,7 @@ from megadiff.planner.command import overrides
 from megadiff.planner.engine_memory import FLOAT32
 from megadiff.planner.memory_plan import Estimate, MemoryPlan, make_plan, model_shape
 from megadiff.planner.model_facts import ModelFacts, model_facts
-from megadiff.planner.options import machine_of
+from megadiff.planner.options import gpu_of, machine_of
 from megadiff.planner.options import parser as plan_parser
 from megadiff.process.words import counted
 from megadiff.train.check import check
@@ -45,7 +45,7 @@ def plan_finding(config: Config, gpus: GpuFacts, *, world_size: int, asked: int)
 
     Without GPUs here and without a world size there is nothing to plan for.
     """
-    hint = "megadiff plan CONFIG --world-size N"
+    hint = "megadiff doctor CONFIG --world-size N; megadiff plan CONFIG --world-size N tells more"
     if config.run.device == "cpu" or not (gpus.devices or asked):
         reason = "no GPU here, and --world-size names none"
         if config.run.device == "cpu":
@@ -67,7 +67,7 @@ def plan_finding(config: Config, gpus: GpuFacts, *, world_size: int, asked: int)
     except ValueError as failure:
         return refusal("plan", str(failure))
 
-    here = "" if gpus.devices else f" ({options.gpu}, as no GPU is here)"
+    here = "" if gpus.devices else f" ({gpu_of(options)}, as no GPU is here)"
     size = f"{machine.num_bytes / GIB:.1f} GiB{here}"
     return _verdict(plan, config, size=size, world_size=world_size)
 

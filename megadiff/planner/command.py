@@ -33,7 +33,7 @@ from megadiff.planner.memory_plan import (
     make_plan,
 )
 from megadiff.planner.network_text import layout_cells, network_lines
-from megadiff.planner.options import machine_of, parser
+from megadiff.planner.options import gpu_of, machine_of, parser
 from megadiff.planner.remedies import LORA_RANK, find_remedy, more_machines, with_settings
 from megadiff.planner.work import Machine
 from megadiff.process.words import counted
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model=plan.model,
         machine=machine,
         links=default_links(machine, options.network_gbs),
-        gpu=options.gpu,
+        gpu=gpu_of(options),
         text_tokens=options.text_tokens,
     )
     text = (
@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else to_text(plan, config, network)
     )
     sys.stdout.write(f"{text}\n")
+    if options.gpu is None and options.memory_gib is None:
+        sys.stderr.write(f"(no --gpu given: {gpu_of(options)} assumed; --gpu h100)\n")
 
     return 0 if plan.pick else 1
 
@@ -140,6 +142,14 @@ def overrides(estimate: Estimate, config: Config) -> str:
     return " ".join(f"{key}={value}" for key, value in keys.items())
 
 
+def _count(number: int) -> str:
+    """Return a number of parameters in billions, of a tiny model in millions or thousands."""
+    for unit, letter in ((1e9, "B"), (1e6, "M")):
+        if number >= unit / 10:
+            return f"{number / unit:.2f} {letter}"
+    return f"{number / 1e3:.2f} k"
+
+
 def to_text(plan: MemoryPlan, config: Config, network: Network) -> str:
     """Return a table in GiB per GPU, in the order of preference, and the advice under it."""
     model = plan.model
@@ -147,7 +157,7 @@ def to_text(plan: MemoryPlan, config: Config, network: Network) -> str:
     work = plan.estimates[0].work
     times = f"{model.num_components} x " if model.num_components > 1 else ""
     lines = [
-        f"{times}{model.num_parameters / 1e9:.2f} B parameters in {config.engine.dtype} on "
+        f"{times}{_count(model.num_parameters)} parameters in {config.engine.dtype} on "
         f"{machine.world_size} x {network.gpu}, {_gib(machine.num_bytes)} GiB each, of which "
         f"{machine.headroom:.0%} are kept free: {_gib(machine.budget)} GiB"
     ]

@@ -37,7 +37,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="GB/s of one node's network, each way; by default "
         f"{NETWORK_GBS_PER_GPU:.0f} a GPU (400 Gb/s NDR InfiniBand), which is 400 for 8 GPUs",
     )
-    options.add_argument("--gpu", choices=sorted(USABLE_GIB), default=GPU)
+    options.add_argument("--gpu", choices=sorted(USABLE_GIB), help=f"by default {GPU}")
     options.add_argument("--memory-gib", type=float, help="of one GPU, instead of what --gpu has")
     options.add_argument(
         "--host-gib",
@@ -60,6 +60,11 @@ def parser(description: str) -> argparse.ArgumentParser:
     return options
 
 
+def gpu_of(options: argparse.Namespace) -> str:
+    """Return the kind of GPU that is planned for."""
+    return options.gpu or GPU
+
+
 def machine_of(options: argparse.Namespace) -> Machine:
     """Return the machine that is planned for. Raises ValueError for sizes that cannot be."""
     names = ("world_size", "nodes", "gpus_per_node", "network_gbs", "host_gib", "text_tokens")
@@ -75,7 +80,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
             f"--headroom {options.headroom} is not in [0, 1); it is a share of the memory, e.g. 0.1"
         )
 
-    gib = USABLE_GIB[options.gpu] if options.memory_gib is None else options.memory_gib
+    gib = USABLE_GIB[gpu_of(options)] if options.memory_gib is None else options.memory_gib
     if not 0 < gib < math.inf:
         raise ValueError(f"--memory-gib {gib} is not positive; give the memory of one GPU")
     machine = Machine(

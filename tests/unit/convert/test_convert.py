@@ -234,6 +234,16 @@ def test_a_trained_export_has_a_card_of_its_own_and_loads_as_that_says(
     assert contents(tmp_path / "same") == contents(base)
 
 
+def test_a_tiny_size_is_told_in_mib(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert run(tiny_model, tmp_path / "same") == 0
+    (sizes,) = (text for text in caplog.messages if "GiB/s" in text)
+    size, unit = sizes.split()[:2]
+    assert unit == "MiB" and float(size) > 0
+
+
 def _image(folder: Path) -> torch.Tensor:
     return _image_of(DiffusionPipeline.from_pretrained(folder))
 

@@ -207,6 +207,7 @@ def test_plan() -> None:
 
     nowhere = run_config.plan_finding(config, GpuFacts(), world_size=1, asked=0)
     assert nowhere.status == "skipped"
+    assert nowhere.fix.startswith("megadiff doctor CONFIG --world-size N;")
 
 
 def test_size_of_a_checkpoint() -> None:

@@ -5,6 +5,7 @@ train both.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -201,4 +202,9 @@ def test_dry_run_shows_every_component(tiny_wan, tmp_path, capsys, caplog):
     }
     assert "ONLY transformer LEARNS" in caplog.text
     assert plan_command.main([*arguments, "--world-size", "2"]) == 0
-    assert "2 x 0.00 B parameters" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    # a tiny model's are not 0.00 B
+    assert re.search(r"2 x \d+\.\d\d [Mk] parameters", shown.out) and "0.00" not in shown.out[:9]
+    assert "(no --gpu given: h200 assumed; --gpu h100)" in shown.err
+    assert plan_command.main([*arguments, "--world-size", "2", "--gpu", "h100"]) == 0
+    assert "assumed" not in capsys.readouterr().err
