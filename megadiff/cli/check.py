@@ -31,6 +31,12 @@ BFLOAT16_BYTES = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the facts to stdout and return the exit code."""
     options = _parser().parse_args(argv)
+    if (options.model / "config.yaml").is_file():
+        sys.stderr.write(
+            f"error: {options.model} is a run, not a model folder: export it by "
+            f"`megadiff convert {options.model} OUT`, or check the model.path of its config.yaml\n"
+        )
+        return 2
     try:
         facts = model_facts(options.model, options.family)
     except ValueError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megadiff.algorithms import build_algorithm
 from megadiff.checkpoint.checkpoints import whole_looking
+from megadiff.checkpoint.run_folders import is_checkpoint
 from megadiff.config.load import last_named, load_config, override
 from megadiff.config.rewards import RewardConfig
 from megadiff.config.schema import Config
@@ -20,6 +21,7 @@ from megadiff.config.validate import validate
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.observe.evaluation import RECORD_NAME
+from megadiff.tensors.lora_files import DIFFUSERS_WEIGHTS, PEFT_CONFIG
 from megadiff.train.check import read_prompts
 from megadiff.train.check_judges import check_judges
 from megadiff.train.evaluate import Plan, eval_sampling, spread
@@ -150,6 +152,17 @@ def config_of(target: Path, config_arguments: list[str]) -> Config:
     if not target.is_dir():
         raise ValueError(
             f"{target} does not exist; give a diffusers pipeline folder or a run's folder"
+        )
+
+    if is_checkpoint(target):
+        raise ValueError(
+            f"{target} is a checkpoint: give the run, {target.parent.parent}, and for this step "
+            f"checkpoint.resume={target}"
+        )
+    if (target / DIFFUSERS_WEIGHTS).is_file() or (target / PEFT_CONFIG).is_file():
+        raise ValueError(
+            f"{target} is a LoRA, which draws nothing alone: convert it first, by "
+            f"`megadiff convert {target} OUT --to merged --base MODEL`, and give OUT"
         )
 
     if not _is_run(target):

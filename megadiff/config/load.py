@@ -284,6 +284,8 @@ def _layers(arguments: Sequence[str]) -> Iterable[tuple[str, DictConfig]]:
 
 
 def _read_yaml(path: Path) -> DictConfig:
+    if os.path.isfile(path / "config.yaml"):
+        raise ConfigError(f"{path} is a run, not a yaml file: give {path / 'config.yaml'}")
     # Not path.is_file(), which raises for a text of more than 255 bytes.
     if not os.path.isfile(path):
         raise ConfigError(f"no config file {path}; give a yaml file, or an override as key=value")

@@ -96,6 +96,12 @@ def test_mistakes_are_named(base, override, text):
         load_config([base, override])
 
 
+def test_a_run_in_place_of_its_config_is_told(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 1")
+    with pytest.raises(ConfigError, match=f"{tmp_path} is a run, .*: give {tmp_path}/config.yaml"):
+        load_config([str(tmp_path)])
+
+
 def test_a_long_setting_is_no_file(base):
     targets = [f"blocks.{index}.attn.to_q" for index in range(20)]
     config = load_config([base, f"lora.targets=[{','.join(targets)}]"])
