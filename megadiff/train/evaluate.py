@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 import torch
-from safetensors.torch import load, save
+import torch.distributed as dist
 from torch import Tensor
 
 from megadiff.config.schema import Config
@@ -27,7 +27,7 @@ from megadiff.observe.evaluation import (
 )
 from megadiff.observe.samples import picture_suffix
 from megadiff.observe.timers import Timers
-from megadiff.parallel.collectives import broadcast_bytes, broadcast_json
+from megadiff.parallel.collectives import gather_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL, Scorer
 from megadiff.rollout.client.fleet import Fleet
@@ -117,7 +117,10 @@ def pictured(plan: Plan, count: int = NUM_IMAGES) -> set[Identity]:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """An evaluation and its images: a sample's `file` → its pixels, uint8 [F, H, W, 3]."""
+    """An evaluation and its images: a sample's `file` → its pixels, uint8 [F, H, W, 3].
+
+    Images are on rank 0, which writes them; the other ranks have none.
+    """
 
     evaluation: Evaluation
     images: Tensors
@@ -136,7 +139,7 @@ def evaluate(
     model: str,
     on_samples: Callable[[int], object] = lambda count: None,
 ) -> Outcome:
-    """Sample and score the plan; all ranks return the same outcome. Collective.
+    """Sample and score the plan; all ranks return the same evaluation. Collective.
 
     Data-parallel ranks divide the prompts.
     finish: runs a draw again where replicas were lost. config: says how samples are drawn. model:
@@ -336,19 +339,47 @@ def _mean_figure(figures: dict[str, dict[str, float | None]], name: str) -> floa
 
 
 def _gather(scored: _Scored, *, mesh: Mesh) -> _Scored:
-    """Return what all data-parallel ranks scored, on every rank. Collective."""
-    gathered = _Scored()
-    # the first rank of each model group, which has scored
-    for source in range(0, mesh.world_size, mesh.sp * mesh.tp):
-        record = None
-        payload = None
-        if mesh.rank == source:
-            samples = [asdict(sample) for sample in scored.samples]
-            record = {"samples": samples, "figures": scored.figures}
-            payload = save({name: pixels.contiguous() for name, pixels in scored.images.items()})
+    """Return what all data-parallel ranks scored; pictures on rank 0 alone. Collective.
 
-        received = broadcast_json(record, source=source, group=mesh.cpu_group)
+    The ranks' own pictures are gone from `scored` then.
+    """
+    record = None
+    if mesh.is_model_group_source:  # its peers have scored nothing
+        record = {
+            "samples": [asdict(sample) for sample in scored.samples],
+            "figures": scored.figures,
+            "shapes": {name: list(pixels.shape) for name, pixels in scored.images.items()},
+        }
+
+    gathered = _Scored()
+    for source, received in enumerate(gather_json(record, mesh.cpu_group)):
+        if received is None:
+            continue
         gathered.samples += [EvaluatedSample(**sample) for sample in received["samples"]]
         gathered.figures |= received["figures"]
-        gathered.images |= load(broadcast_bytes(payload, source=source, group=mesh.cpu_group))
+        images = _to_rank_0(scored.images, received["shapes"], source=source, mesh=mesh)
+        gathered.images |= images
     return gathered
+
+
+def _to_rank_0(
+    images: Tensors, shapes: Mapping[str, Sequence[int]], *, source: int, mesh: Mesh
+) -> Tensors:
+    """Bring pictures of one rank to rank 0, which alone writes them; return them there, else {}.
+
+    From hand to hand: 28 videos of 81 frames at 720 x 1280 are 6 GB, too much for every rank. Only
+    rank 0 and the source take part.
+    images: this rank's own; those that it sends are taken out. shapes: of the source's.
+    """
+    if mesh.rank == 0:
+        if source == 0:
+            return images
+        received = {name: torch.empty(*shape, dtype=torch.uint8) for name, shape in shapes.items()}
+        for pixels in received.values():
+            dist.recv(pixels, src=source, group=mesh.cpu_group)
+        return received
+
+    if mesh.rank == source:
+        for name in shapes:
+            dist.send(images.pop(name).contiguous(), dst=0, group=mesh.cpu_group)
+    return {}
