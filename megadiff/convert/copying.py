@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megadiff.tensors.fingerprint import fingerprint
-from megadiff.tensors.shards import TensorBox
+from megadiff.tensors.shard_index import TensorBox
 from megadiff.tensors.stored_tensors import StoredTensor, StoredTensors
 from megadiff.tensors.tensor_file import TensorMeta, TensorWriter
 

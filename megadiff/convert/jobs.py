@@ -30,7 +30,8 @@ from megadiff.convert.sources import Source, ordered_state
 from megadiff.convert.weight_index import check_index, new_index, write_index
 from megadiff.process.descriptors import reserve_descriptors
 from megadiff.tensors import lora_files
-from megadiff.tensors.shards import ShardFolder, ShardWriter, TensorBox
+from megadiff.tensors.shard_index import TensorBox
+from megadiff.tensors.shards import ShardFolder, ShardWriter
 from megadiff.tensors.stored_tensors import (
     StoredTensors,
     cast,

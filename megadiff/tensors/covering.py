@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import product
 
 Box = tuple[Sequence[int], Sequence[int]]  # offsets, shape
@@ -29,7 +30,14 @@ def _add(
     corners: Counter[tuple[int, ...]], offsets: Sequence[int], sizes: Sequence[int], *, sign: int
 ) -> None:
     edges = [(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
-    # a corner's sign is the product over its dimensions: + where the box begins, − where it ends
-    signs = product((1, -1), repeat=len(edges))
-    for corner, directions in zip(product(*edges), signs, strict=True):
-        corners[corner] += sign * math.prod(directions)
+    for corner, corner_sign in zip(product(*edges), _signs(len(edges)), strict=True):
+        corners[corner] += sign * corner_sign
+
+
+@cache
+def _signs(num_dimensions: int) -> tuple[int, ...]:
+    """Return the signs of a box's corners, in the order of product().
+
+    A corner's sign is the product over its dimensions: + where the box begins, − where it ends.
+    """
+    return tuple(math.prod(directions) for directions in product((1, -1), repeat=num_dimensions))

@@ -10,13 +10,14 @@ Fingerprints cover the tensors' bytes, the header's seal covers the header: no b
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +25,19 @@ from torch import Tensor
 from megadiff.process.descriptors import reserve_descriptors
 from megadiff.tensors.covering import cover
 from megadiff.tensors.fingerprint import fingerprint
-from megadiff.tensors.model_files import parse_json
 from megadiff.tensors.seals import SEAL_KEY, UNSEALED
+from megadiff.tensors.shard_index import (
+    FORMAT,
+    METADATA_KEY,
+    StoredShard,
+    TensorBox,
+    read_index,
+    stored_shards,
+)
 from megadiff.tensors.tensor_file import TensorFile, TensorMeta, TensorWriter
 from megadiff.types import JsonObject, Shape
 
 SHARD_SUFFIX = ".safetensors"
-METADATA_KEY = "megadiff"
-FORMAT = 4  # of that JSON
 UNKNOWN = "0" * 16  # a fingerprint before it is known: as wide as any
 UNFINISHED = ".unfinished"  # behind the name of a file that is not closed
 # The kinds of weights in a checkpoint, whose names are KIND/COMPONENT.NAME.
@@ -47,36 +53,6 @@ class Shard:
     local: Tensor
     offsets: tuple[int, ...]
     shape: Shape
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorBox:
-    """A box of a tensor of some shape: where it begins, and its own shape."""
-
-    tensor: str
-    shape: Shape
-    offsets: tuple[int, ...]
-    local_shape: Shape
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredShard:
-    """A shard in a file. key: its name there. fingerprint: what was written with it."""
-
-    file: TensorFile
-    key: str
-    box: TensorBox
-    fingerprint: str
-
-    def read(self) -> Tensor:
-        """Return the shard. Raises ValueError when its bytes have another fingerprint."""
-        tensor = self.file.tensor(self.key)
-        if fingerprint(tensor) != self.fingerprint:
-            raise ValueError(
-                f"{self.file.path}: tensor {self.key!r} does not match its fingerprint; the file "
-                "is corrupt"
-            )
-        return tensor
 
 
 def shard_file(folder: Path, rank: int) -> Path:
@@ -119,7 +95,7 @@ class ShardWriter:
 
     def _metadata(self) -> dict[str, str]:
         entries = {
-            key: {**asdict(box), "fingerprint": self.fingerprints[key]}
+            key: {**box._asdict(), "fingerprint": self.fingerprints[key]}
             for key, box in self._boxes.items()
         }
         index = {
@@ -184,7 +160,7 @@ class ShardFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        file, index = _read_index(shard_file(self.folder, 0))
+        file, index = read_index(shard_file(self.folder, 0))
         self.values: JsonObject = index["values"]
         self.num_files: int = index["num_files"]
         self.shapes: dict[str, Shape] = {}
@@ -194,23 +170,31 @@ class ShardFolder:
 
         # all stay open: a box that is asked for may lie in any of them
         reserve_descriptors(self.num_files, what=f"{self.folder}, a file for each rank,")
+        with _without_collections():
+            self._read_files(file, index)
+            for name, shards in self._shards.items():
+                _check_cover(self.folder, name, shards)
+
+    def _read_files(self, file: TensorFile, index: JsonObject) -> None:
+        """Note the shards of all files. file, index: of rank 0, which is open already."""
+        tuples: dict[Shape, Shape] = {}
         for rank in range(self.num_files):
-            # the first is open already, as it says how many there are
             if rank:
-                file, index = _read_index(shard_file(self.folder, rank))
+                file, index = read_index(shard_file(self.folder, rank))
                 self._check_index(file, index)
-            for shard in _stored_shards(file, index):
+            for shard in stored_shards(file, index, tuples):
                 name = shard.box.tensor
-                shape = self.shapes.setdefault(name, shard.box.shape)
+                shape = self.shapes.get(name)
+                if shape is None:
+                    self.shapes[name] = shard.box.shape
+                    self._shards[name] = [shard]
+                    continue
                 if shape != shard.box.shape:
                     raise ValueError(
                         f"{file.path} is corrupt: {name!r} has shape {shard.box.shape}, and "
                         f"{shape} elsewhere"
                     )
-                self._shards.setdefault(name, []).append(shard)
-
-        for name, shards in self._shards.items():
-            _check_cover(self.folder, name, shards)
+                self._shards[name].append(shard)
 
     def _check_index(self, file: TensorFile, index: Mapping[str, object]) -> None:
         for key, expected in (("num_files", self.num_files), ("values", self.values)):
@@ -300,70 +284,19 @@ def _check_cover(folder: Path, name: str, shards: Sequence[StoredShard]) -> None
     )
 
 
-def _read_index(path: Path) -> tuple[TensorFile, JsonObject]:
-    """Open a shard file and parse its metadata. Raises ValueError where either is damaged."""
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; the checkpoint is incomplete, use the one before")
-    file = TensorFile(path)
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Let Python look for no reference cycles while very many objects are made, none in a cycle.
+
+    It would begin anew whenever there are a few more of them: more than half of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        index = parse_json(file.metadata[METADATA_KEY])
-        written_as = index.get("format", 1)
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is a safetensors file, but not one of a checkpoint") from error
-
-    if written_as != FORMAT:
-        raise ValueError(
-            f"{path} has format {written_as}, this version of megadiff reads format {FORMAT}; use "
-            "the one that wrote it"
-        )
-
-    kinds = {"num_files": int, "values": dict, "tensors": dict}
-    odd = [key for key, kind in kinds.items() if type(index.get(key)) is not kind]
-    if SEAL_KEY not in file.metadata or odd or index["num_files"] < 1:
-        lacking = ", ".join(odd) or "seal, or no files"
-        raise ValueError(f"{path} is corrupt: its metadata has no {lacking}")
-    return file, index
-
-
-def _stored_shards(file: TensorFile, index: Mapping[str, Any]) -> Iterator[StoredShard]:
-    if index["tensors"].keys() != file.tensors.keys():
-        raise ValueError(
-            f"{file.path} is corrupt: its metadata lists other tensors than its header"
-        )
-
-    for key, entry in index["tensors"].items():
-        try:
-            box = _box(entry)
-            written = str(entry["fingerprint"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{file.path} is corrupt: of {key!r} its metadata says {entry!r:.300}"
-            ) from error
-
-        if box.local_shape != file.tensors[key].shape:
-            raise ValueError(
-                f"{file.path} is corrupt: {key!r} has shape {file.tensors[key].shape} and "
-                f"{box.local_shape}"
-            )
-        yield StoredShard(file=file, key=key, box=box, fingerprint=written)
-
-
-def _box(entry: Mapping[str, Any]) -> TensorBox:
-    """Raise KeyError, TypeError or ValueError for an entry that is none."""
-    box = TensorBox(
-        tensor=entry["tensor"],
-        shape=tuple(entry["shape"]),
-        offsets=tuple(entry["offsets"]),
-        local_shape=tuple(entry["local_shape"]),
-    )
-
-    if not isinstance(box.tensor, str):
-        raise ValueError(f"the tensor's name is {box.tensor!r}")
-    for numbers in (box.shape, box.offsets, box.local_shape):
-        # type(): isinstance takes JSON's true for 1
-        if len(numbers) != len(box.shape) or any(type(number) is not int for number in numbers):
-            raise ValueError(f"{numbers} are no {len(box.shape)} numbers")
-    return box
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _overlap(

@@ -14,9 +14,9 @@ import math
 import mmap
 import os
 import struct
+import sys
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,11 +49,14 @@ LEAST_MAPPED = 1 << 20  # bytes; less is sooner read than mapped
 # Linux 5.14. It fails where a page cannot be read, which on touching it would kill the process.
 MADV_POPULATE_READ = 22
 LARGEST_READ = 1 << 30  # bytes in one call of the system, which takes 2 GiB at most
+_INTEGERS = {int}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorMeta:
-    """Dtype and shape of a tensor, as a header has them."""
+class TensorMeta(NamedTuple):
+    """Dtype and shape of a tensor, as a header has them.
+
+    A tuple, since a checkpoint of hundreds of ranks has a million of them.
+    """
 
     dtype: torch.dtype
     shape: Shape
@@ -176,31 +179,27 @@ class TensorFile:
         # a header may list them in any order
         entries.sort(key=lambda entry: (entry.begin, entry.end))
         expected = 0  # tensors lie one after another
-        for entry in entries:
-            begin = entry.begin
-            end = entry.end
-            where = f"tensor {entry.name!r}"
-            if entry.dtype not in DTYPES_BY_NAME:
-                raise ValueError(
-                    f"{self.path}: {where} has dtype {entry.dtype}, of "
-                    f"{', '.join(DTYPES_BY_NAME)} none"
-                )
+        metas: dict[tuple[str, Shape], tuple[TensorMeta, int]] = {}  # most tensors share theirs
+        for begin, end, name, dtype, shape in entries:
+            known = metas.get((dtype, shape))
+            if known is None:
+                meta = self._meta(name, dtype, shape)
+                known = metas[dtype, shape] = (meta, meta.num_bytes)
 
-            meta = TensorMeta(dtype=DTYPES_BY_NAME[entry.dtype], shape=entry.shape)
-            is_negative = min(entry.shape, default=0) < 0
-            if is_negative or begin != expected or end - begin != meta.num_bytes:
+            meta, num_bytes = known
+            if begin != expected or end - begin != num_bytes:
                 raise ValueError(
-                    f"{self.path} is corrupt: {where} lies at bytes {begin} to {end}, but "
-                    f"{entry.dtype} {entry.shape} from byte {expected} on has {meta.num_bytes}"
+                    f"{self.path} is corrupt: tensor {name!r} lies at bytes {begin} to {end}, but "
+                    f"{dtype} {shape} from byte {expected} on has {num_bytes}"
                 )
             if self._start + end > self.size:
                 raise ValueError(
-                    f"{self.path} is truncated: {where} ends at byte {self._start + end}, the file "
-                    f"at {self.size}"
+                    f"{self.path} is truncated: tensor {name!r} ends at byte {self._start + end}, "
+                    f"the file at {self.size}"
                 )
 
-            self.tensors[entry.name] = meta
-            self._begins[entry.name] = begin
+            self.tensors[name] = meta
+            self._begins[name] = begin
             expected = end
 
         if self._start + expected != self.size:
@@ -208,6 +207,18 @@ class TensorFile:
                 f"{self.path} is corrupt: its tensors end at byte {self._start + expected}, the "
                 f"file at {self.size}"
             )
+
+    def _meta(self, name: str, dtype: str, shape: Shape) -> TensorMeta:
+        if dtype not in DTYPES_BY_NAME:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} has dtype {dtype}, of {', '.join(DTYPES_BY_NAME)} "
+                "none"
+            )
+        if min(shape, default=0) < 0:
+            raise ValueError(
+                f"{self.path} is corrupt: tensor {name!r} has shape {shape}, with a size below 0"
+            )
+        return TensorMeta(dtype=DTYPES_BY_NAME[dtype], shape=shape)
 
 
 class _Entry(NamedTuple):
@@ -223,12 +234,17 @@ class _Entry(NamedTuple):
 def _entry(name: str, values: Mapping[str, Any]) -> _Entry:
     """Raise ValueError, KeyError or TypeError for values of other kinds: 4.0 would fail later."""
     begin, end = values["data_offsets"]
-    entry = _Entry(begin, end, name, values["dtype"], tuple(values["shape"]))
-    numbers = (begin, end, *entry.shape)
-    # type(): isinstance takes JSON's true for 1
-    if not isinstance(entry.dtype, str) or any(type(number) is not int for number in numbers):
+    dtype = values["dtype"]
+    shape = tuple(values["shape"])
+    if not isinstance(dtype, str) or not are_integers((begin, end, *shape)):
         raise ValueError(f"{name!r} has {values}")
-    return entry
+    # All ranks' files of a checkpoint have the same names, which so take memory once.
+    return _Entry(begin, end, sys.intern(name), dtype, shape)
+
+
+def are_integers(values: Iterable[object]) -> bool:
+    """Tell whether all values are integers; isinstance would take JSON's true for 1."""
+    return set(map(type, values)) <= _INTEGERS
 
 
 def header_of(descriptor: int) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import tracemalloc
 from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
@@ -15,12 +17,13 @@ from torch import Tensor
 
 from megadiff.engines.lora import check_source
 from megadiff.parallel.plan import ParallelPlan
-from megadiff.tensors import shards
+from megadiff.tensors import shard_index, shards
 from megadiff.tensors.covering import cover
 from megadiff.tensors.flat_shards import flat_shards
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.tensors.shards import Shard, ShardFolder, shard_file, write_shards
 from megadiff.tensors.source_folder import SourceFolder
+from megadiff.tensors.tensor_file import TensorFile
 
 FULL = {
     "a": torch.arange(35, dtype=torch.float32).reshape(7, 5) / 3,
@@ -261,6 +264,56 @@ def test_files_of_two_checkpoints_are_not_mixed(tmp_path):
     shard_file(tmp_path / "old", 1).rename(shard_file(tmp_path / "new", 1))
     with pytest.raises(ValueError, match=r"rank_00001.safetensors has values=\{'step': 3\}, but"):
         ShardFolder(tmp_path / "new")
+
+
+def test_a_shard_of_many_takes_little_memory(tmp_path):
+    """A rank knows the shards of all ranks, which may be millions."""
+    num_files = 10
+    num_tensors = 300
+    for rank in range(num_files):
+        piece = Shard(local=torch.ones(1, 4), offsets=(rank, 0), shape=(num_files, 4))
+        tensors = {
+            f"model/transformer.blocks.{i}.attn.to_q.weight": [piece] for i in range(num_tensors)
+        }
+        write_shards(tmp_path, tensors, rank=rank, num_files=num_files)
+    ShardFolder(tmp_path)  # what is imported and interned once does not count
+
+    tracemalloc.start()
+    folder = ShardFolder(tmp_path)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(folder.shapes) == num_tensors
+    assert taken / (num_files * num_tensors) < 600  # bytes; 1,100 with objects of their own
+
+
+def test_opening_a_checkpoint_does_not_collect_garbage_and_leaves_that_on(tmp_path, monkeypatch):
+    _write(tmp_path)
+    collects = []
+    original = shard_index.stored_shards
+
+    def noted(*arguments):
+        collects.append(gc.isenabled())
+        return original(*arguments)
+
+    monkeypatch.setattr(shards, "stored_shards", noted)
+    ShardFolder(tmp_path)
+    assert collects == [False, False] and gc.isenabled()
+    shard_file(tmp_path, 1).unlink()
+    with pytest.raises(ValueError, match="is missing"):
+        ShardFolder(tmp_path)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("value", [1.0, True, "1", None])
+def test_what_equals_a_known_number_is_not_taken_for_it(tmp_path, value):
+    """Boxes share their numbers, and in Python 1, 1.0 and True are equal."""
+    _write(tmp_path)
+    file = TensorFile(shard_file(tmp_path, 0))
+    entry = {"tensor": "a", "shape": [7, 5], "offsets": [1, 0], "local_shape": [4, 5]}
+    known = {(1, 0): (1, 0)}
+    odd = {"tensors": {key: {**entry, "offsets": [value, 0]} for key in file.tensors}}
+    with pytest.raises(ValueError, match="is corrupt: of 'a' its metadata says"):
+        list(shard_index.stored_shards(file, odd, known))
 
 
 def test_unknown_and_misshapen_tensors_are_named(tmp_path):
