@@ -147,7 +147,8 @@ def _wrong_type(error: OmegaConfBaseException) -> str:
     if not match or match[2] not in kinds:
         return f"{key}: {reason}" if key else reason
 
-    value, kind = match[1], kinds[match[2]]
+    value = match[1]
+    kind = kinds[match[2]]
     rules = " and ".join(f"{SIGNS[name]} {bound}" for name, bound in _bounds(key).items())
     return f"{key}={value!r} is no {kind}; give one{rules and f' that is {rules}'}"
 

@@ -1,4 +1,4 @@
-"""What a shard file's header says of its shards: read, and checked against the tensors there.
+"""Read what a shard file's header says of its shards, and check it against the tensors there.
 
 A checkpoint of hundreds of ranks has millions of shards, and each rank reads of all of them. So
 what is told of one is a tuple, and shares names and numbers with the others.

@@ -181,12 +181,12 @@ class TensorFile:
         expected = 0  # tensors lie one after another
         metas: dict[tuple[str, Shape], tuple[TensorMeta, int]] = {}  # most tensors share theirs
         for begin, end, name, dtype, shape in entries:
-            known = metas.get((dtype, shape))
-            if known is None:
+            sized_meta = metas.get((dtype, shape))
+            if sized_meta is None:
                 meta = self._meta(name, dtype, shape)
-                known = metas[dtype, shape] = (meta, meta.num_bytes)
+                sized_meta = metas[dtype, shape] = (meta, meta.num_bytes)
 
-            meta, num_bytes = known
+            meta, num_bytes = sized_meta
             if begin != expected or end - begin != num_bytes:
                 raise ValueError(
                     f"{self.path} is corrupt: tensor {name!r} lies at bytes {begin} to {end}, but "

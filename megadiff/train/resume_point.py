@@ -53,10 +53,10 @@ def check_saved_lora(config: Config) -> None:
     if _scaled(*theirs) == _scaled(*ours):
         return
     rank, alpha = theirs
-    key = "rank" if rank != ours[0] else "alpha"
-    mine, saved_value = (ours[0], rank) if key == "rank" else (ours[1], alpha)
+    pairs = zip(("rank", "alpha"), ours, theirs, strict=True)
+    key, value, saved_value = next(pair for pair in pairs if pair[1] != pair[2])
     raise ValueError(
-        f"lora.{key}={mine:g}, but {folder} was trained with lora.{key}={saved_value:g}: set "
+        f"lora.{key}={value:g}, but {folder} was trained with lora.{key}={saved_value:g}: set "
         f"lora.rank={rank} lora.alpha={alpha:g} to go on with it, or another run.name to begin anew"
     )
 
