@@ -29,7 +29,7 @@ LONG_PROMPT = "a red " + "very " * 399 + "x"  # 2002 characters
     ("overrides", "text"),
     [
         (["train.num_step=3"], "unknown key train.num_step; did you mean train.num_steps"),
-        (["optim.lr=fast"], "optim.lr: Value 'fast'"),
+        (["optim.lr=fast"], "optim.lr='fast' is no number"),
         (["data.prompts=nowhere.txt"], "nowhere.txt"),
         (["data.prompts={folder}/empty.txt"], "empty.txt"),
         (["data.prompts={folder}/long.txt"], "2002"),
