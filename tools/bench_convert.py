@@ -39,7 +39,7 @@ from megadiff.models.registry import component_model
 
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "assets" / "qwen_image"  # config files of the real model
-REPORT = re.compile(r"([\d.]+) GiB in ([\d.]+) s")
+REPORT = re.compile(r"[\d.]+ [GM]iB in ([\d.]+) s")
 PEAK = re.compile(r"VmHWM:\s+(\d+) kB")
 SECONDS = ("cp_s", "convert_s", "process_s")
 CONVERT = """
@@ -156,7 +156,7 @@ def time_convert(src: Path, dst: Path, options: tuple[str, ...], *, sync: bool) 
         )
     peak = int(PEAK.search(done.stderr)[1]) * 1024
     return {
-        "convert_s": float(REPORT.search(done.stderr)[2]),
+        "convert_s": float(REPORT.search(done.stderr)[1]),
         "process_s": seconds,
         "peak_rss": peak,
     }

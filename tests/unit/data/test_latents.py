@@ -308,10 +308,8 @@ def test_a_failure_of_one_rank_is_raised_on_all(
         _failing_worker, 2, str(images), str(tiny_model), str(tmp_path / "cache"), str(tmp_path)
     )
     for rank in "01":
-        assert (
-            "rank 1: ValueError" in (tmp_path / rank).read_text()
-            and "(4.png)" in (tmp_path / rank).read_text()
-        )
+        text = (tmp_path / rank).read_text()
+        assert text.startswith("rank 1: ") and "(4.png)" in text
     assert folders(tmp_path / "cache") == []
 
 
