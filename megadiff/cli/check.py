@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (options.model / "config.yaml").is_file():
         sys.stderr.write(
             f"error: {options.model} is a run, not a model folder: export it by "
-            f"`megadiff convert {options.model} OUT`, or check the model.path of its config.yaml\n"
+            f"`megadiff convert {options.model} OUT` (--to merged where it trained a LoRA), or "
+            "check the model.path of its config.yaml\n"
         )
         return 2
     try:

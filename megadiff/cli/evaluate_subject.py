@@ -155,11 +155,14 @@ def config_of(target: Path, config_arguments: list[str]) -> Config:
         )
 
     if is_checkpoint(target):
+        in_run = target.resolve().parent.name == "checkpoints"
+        run = f"the run, {target.parent.parent}," if in_run else "a run"
         raise ValueError(
-            f"{target} is a checkpoint: give the run, {target.parent.parent}, and for this step "
-            f"checkpoint.resume={target}"
+            f"{target} is a checkpoint: give {run} and for this step checkpoint.resume={target}"
         )
-    if (target / DIFFUSERS_WEIGHTS).is_file() or (target / PEFT_CONFIG).is_file():
+    is_lora = (target / DIFFUSERS_WEIGHTS).is_file() or (target / PEFT_CONFIG).is_file()
+    # A pipeline may have one beside it.
+    if is_lora and not (target / "model_index.json").is_file():
         raise ValueError(
             f"{target} is a LoRA, which draws nothing alone: convert it first, by "
             f"`megadiff convert {target} OUT --to merged --base MODEL`, and give OUT"

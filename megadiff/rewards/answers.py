@@ -39,19 +39,21 @@ def score_checked(
         who = f"reward {reward.name!r} on {samples_text(samples)}"
         # Of a reward within a reward it is what the inner one raised.
         cause = error.__cause__ if isinstance(error, RewardError) and error.__cause__ else error
-        raise RewardError(f"{who} raised {reason}{_column_advice(cause, samples)}") from cause
+        # The inner one has the advice already.
+        advice = "" if isinstance(error, RewardError) else _column_advice(cause, samples)
+        raise RewardError(f"{who} raised {reason}{advice}") from cause
 
 
 def _column_advice(cause: BaseException, samples: Sequence[RewardSample]) -> str:
-    """Return what to do where score() asked a row for a column that it lacks, else ""."""
-    if not isinstance(cause, KeyError) or not cause.args:
+    """Return what to do where score() may have asked a row for a column it lacks, else ""."""
+    if not isinstance(cause, KeyError) or not cause.args or not isinstance(cause.args[0], str):
         return ""
     for sample in samples:
         if cause.args[0] not in sample.prompt.fields:
             columns = sorted(sample.prompt.fields)
             return (
-                f"; the row has the columns {columns}; define validate(prompts) to refuse such "
-                "rows before the run starts"
+                f"; if that is a column, the row has {columns}; define validate(prompts) to refuse "
+                "such rows before the run starts"
             )
     return ""
 

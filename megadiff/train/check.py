@@ -39,7 +39,7 @@ from megadiff.train.check_judges import check_judges
 from megadiff.train.check_model import check_model, check_replicas
 from megadiff.train.components import check_components
 from megadiff.train.evaluate import spread
-from megadiff.train.resume_point import check_num_steps, check_saved_lora
+from megadiff.train.resume_point import check_resume_point
 from megadiff.train.run import check_run_folder
 from megadiff.train.sampling import given_images, sampling_of
 from megadiff.types import Prompt, Sampling
@@ -78,8 +78,8 @@ def check(
     check_judges(config)
     check_run_folder(config)
     _check_resume(config.checkpoint.resume)
-    check_num_steps(config)
-    check_saved_lora(config)
+    if _is_first_rank():
+        check_resume_point(config)
 
     on_policy = algorithm.on_policy
     if on_policy:
@@ -91,7 +91,7 @@ def check(
     adapter = _checked_adapter(config, layout, algorithm)
     check_replicas(config, adapter, num_nodes=max(1, world_size // ranks_per_node))
     prompts = read_prompts(config, config.data.prompts, adapter) if on_policy else []
-    _warn_once(_repeated_prompts(config, prompts))
+    _warn_once(_repeated_prompts(config, prompts, dp=layout.dp))
     asked = [*prompts, *eval_prompts(config, adapter)]
     adapter.check_prompts(asked)
 
@@ -109,8 +109,13 @@ def check(
 
 def _warn_once(warning: str) -> None:
     """Log a warning on rank 0, unless it is empty."""
-    if warning and os.environ.get("RANK", "0") == "0":  # there is no mesh yet
+    if warning and _is_first_rank():
         logger.warning("%s", warning)
+
+
+def _is_first_rank() -> bool:
+    # there is no mesh yet
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _check_resume(resume: str) -> None:
@@ -133,18 +138,19 @@ def _check_resume(resume: str) -> None:
     )
 
 
-def _repeated_prompts(config: Config, prompts: list[Prompt]) -> str:
+def _repeated_prompts(config: Config, prompts: list[Prompt], *, dp: int) -> str:
     """Return a warning where a step needs more prompts than there are, else ""."""
     wanted = config.train.prompts_per_step
     if not 0 < len(prompts) < wanted:
         return ""
-    least, rest = divmod(wanted, len(prompts))
-    times = f"{least} to {least + 1}" if rest else str(least)
-    return (
+    text = (
         f"train.prompts_per_step={wanted} > {len(prompts)} prompts of data.prompts="
-        f"{config.data.prompts}: a step holds the same prompt {times} times; give more prompts, or "
-        f"set train.prompts_per_step={len(prompts)} and a larger algorithm.group_size"
+        f"{config.data.prompts}: a step holds some of them more than once; give more prompts"
     )
+    most = len(prompts) // dp * dp
+    if most:
+        text += f", or set train.prompts_per_step={most} and a larger algorithm.group_size"
+    return text
 
 
 def _check_weights(config: Config) -> None:

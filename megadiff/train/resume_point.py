@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megadiff.checkpoint.run_folders import read_config, read_progress, whole_looking
 from megadiff.config.schema import Config
-from megadiff.observe.events import Events, read_events
+from megadiff.observe.events import read_events
 from megadiff.parallel.collectives import read_once
 from megadiff.parallel.mesh import Mesh
 from megadiff.train.run import run_folder
@@ -15,33 +15,37 @@ from megadiff.train.run import run_folder
 logger = logging.getLogger(__name__)
 
 
-def check_num_steps(config: Config) -> None:
-    """Raise ValueError where the checkpoint to resume from leaves nothing to train.
+def check_resume_point(config: Config) -> None:
+    """Raise ValueError where the checkpoint to resume from does not go with the config.
 
-    The run's own checkpoint of exactly its last step is no error: that run is finished.
+    It leaves nothing to train, or was trained with another LoRA. Call it on rank 0 alone: it reads
+    a header of each rank's file.
     """
     folder, step = _resume_point(config)
-    num_steps = config.train.num_steps
-    if folder is None or step < num_steps or not step:
+    if folder is None:
         return
+    _check_num_steps(config, folder, step)
+    _check_saved_lora(config, folder)
+
+
+def _check_num_steps(config: Config, folder: Path, step: int) -> None:
+    num_steps = config.train.num_steps
+    if step < num_steps or not step:
+        return
+    # The run's own checkpoint of exactly its last step is no error: that run is finished.
     if step == num_steps and _is_own(folder, config):
         return
+    merged = " --to merged" if config.lora.rank else ""
     raise ValueError(
         f"train.num_steps={num_steps}, but {folder} is at step {step}, and num_steps counts from "
         f"the first step of all: nothing is left to train. For more set e.g. train.num_steps="
-        f"{2 * step}. To begin at step 0 from these weights: `megadiff convert {folder} out`, then "
-        "model.path=out checkpoint.resume=auto and another run.name"
+        f"{2 * step}. To begin at step 0 from these weights: `megadiff convert {folder} "
+        f"out{merged}`, then model.path=out checkpoint.resume=auto and another run.name"
     )
 
 
-def check_saved_lora(config: Config) -> None:
-    """Raise ValueError where the checkpoint to resume from was trained with another LoRA.
-
-    Each older one would be tried in vain otherwise.
-    """
-    folder, _ = _resume_point(config)
-    if folder is None:
-        return
+def _check_saved_lora(config: Config, folder: Path) -> None:
+    """Refuse another LoRA now: each older checkpoint would be tried in vain otherwise."""
     try:
         saved = read_config(folder)["lora"]
         theirs = (int(saved["rank"]), float(saved["alpha"]))
@@ -55,9 +59,12 @@ def check_saved_lora(config: Config) -> None:
     rank, alpha = theirs
     pairs = zip(("rank", "alpha"), ours, theirs, strict=True)
     key, value, saved_value = next(pair for pair in pairs if pair[1] != pair[2])
+    anew = "another run.name"
+    if config.checkpoint.resume != "auto":
+        anew = "checkpoint.resume=auto and another run.name"
     raise ValueError(
         f"lora.{key}={value:g}, but {folder} was trained with lora.{key}={saved_value:g}: set "
-        f"lora.rank={rank} lora.alpha={alpha:g} to go on with it, or another run.name to begin anew"
+        f"lora.rank={rank} lora.alpha={alpha:g} to go on with it, or {anew} to begin anew"
     )
 
 
@@ -67,9 +74,10 @@ def _scaled(rank: int, alpha: float) -> tuple[int, float]:
 
 
 def is_finished(config: Config, mesh: Mesh) -> bool:
-    """Return whether the run's own checkpoint is of its last step, and say so. Collective.
+    """Return whether the run has ended with its last step, and say so. Collective.
 
-    What the run's end must leave behind, its event, is written where it is missing.
+    A run that was stopped or killed between its last checkpoint and its end is not: it is built,
+    so its checkpoint is verified as it loads.
     """
 
     def finished() -> bool:
@@ -77,29 +85,15 @@ def is_finished(config: Config, mesh: Mesh) -> bool:
         is_last = bool(step) and step == config.train.num_steps
         if not is_last or folder is None or not _is_own(folder, config):
             return False
-        _complete(config)
+        ends = [event for event in read_events(run_folder(config)) if event.kind.startswith("run_")]
+        if not ends or (ends[-1].kind, ends[-1].step) != ("run_finished", step):
+            return False
+        text = "%s is finished: %d of train.num_steps=%d; for more set train.num_steps=%d"
+        logger.info(text, run_folder(config), step, step, 2 * step)
         return True
 
     # Rank 0 decides: on a shared filesystem the others may see older folders.
     return bool(read_once(finished, source=0, group=mesh.cpu_group, world=mesh.cpu_group))
-
-
-def _complete(config: Config) -> None:
-    """Say that the run is finished, in its events too, unless they do."""
-    folder = run_folder(config)
-    num_steps = config.train.num_steps
-    logger.info(
-        "%s is finished: %d of train.num_steps=%d; for more set train.num_steps=%d",
-        folder,
-        num_steps,
-        num_steps,
-        2 * num_steps,
-    )
-
-    # It may have been stopped or killed between its last checkpoint and its end.
-    ends = [event.kind for event in read_events(folder) if event.kind.startswith("run_")]
-    if ends[-1:] != ["run_finished"]:
-        Events(folder).write("run_finished", step=num_steps)
 
 
 def _resume_point(config: Config) -> tuple[Path | None, int]:

@@ -139,6 +139,12 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(trainer, shared):
     ]
     assert "step 1 is saved; the same command continues" in events[1].text
 
+    # A third start finds nothing left, and changes nothing.
+    last = trainer.run(*arguments[:-2], "eval.every=0", "train.num_steps=2")
+    assert last.code == 0 and "is finished: 2 of train.num_steps=2" in last.stderr
+    assert last.rows == again.rows and "replicas healthy" not in last.stderr
+    assert [event.kind for event in read_events(folder)][-1] == "run_finished"
+
 
 def _stopped_rank(arguments):
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megadiff.cli.evaluate_subject import config_of
 from megadiff.cli.main import main
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_check_tells_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +25,13 @@ def test_evaluate_tells_a_lora(tmp_path: Path, file: str) -> None:
     (tmp_path / file).touch()
     with pytest.raises(ValueError, match="is a LoRA, .* --to merged --base MODEL`, and give OUT"):
         config_of(tmp_path, [])
+
+
+def test_a_pipeline_may_have_a_lora_beside_it(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "assets" / "shapes", folder)
+    (folder / "pytorch_lora_weights.safetensors").touch()
+    assert config_of(folder, []).model.path == str(folder)
 
 
 def test_evaluate_tells_a_checkpoint_and_its_run(tmp_path: Path) -> None:

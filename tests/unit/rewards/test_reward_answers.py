@@ -16,6 +16,7 @@ import torch
 from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.answers import score_checked
 from megadiff.rewards.base import Reward, RewardError, RewardSample
+from megadiff.rewards.frame import FrameReward
 from megadiff.rewards.score import Scorer
 from megadiff.types import Prompt, RolloutGroup
 
@@ -115,8 +116,16 @@ def test_a_column_that_the_row_lacks_is_told_with_those_that_it_has() -> None:
     sample = RewardSample(pixels=np.zeros((1, 8, 8, 3), np.uint8), prompt=prompt, sample_index=0)
     with pytest.raises(RewardError) as caught:
         score_checked(ReadsColumn(), [sample])
-    assert "raised KeyError: 'target'; the row has the columns ['aim', 'tag']" in str(caught.value)
+    assert "KeyError: 'target'; if that is a column, the row has ['aim', 'tag']" in str(
+        caught.value
+    )
     assert "define validate(prompts)" in str(caught.value)
+
+    # Of a reward within a reward it is told once.
+    inner = FrameReward(reward=f"{HERE}:ReadsColumn")
+    with pytest.raises(RewardError) as caught:
+        score_checked(inner, [sample])
+    assert str(caught.value).count("define validate(prompts)") == 1
 
     full = replace(sample, prompt=replace(prompt, fields={"target": 0.5}))
     assert score_checked(ReadsColumn(), [full]) == [0.5]
