@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from megadiff.config.schema import Config
 from megadiff.observe.profile import StepProfile
 from megadiff.observe.timers import Timers
-from megadiff.observe.trackers import build_trackers, has_figures
+from megadiff.observe.trackers import has_figures
+from megadiff.train.build import _recording
 from megadiff.train.record import Recorder
 from tests.meshes import one_rank_mesh
 
@@ -21,13 +23,18 @@ def test_a_new_folder_begins_with_an_evaluation(tmp_path: Path, step: int, has_r
     path.write_text('{"step": 20}\n' if has_row else "")
     is_new = not has_figures(tmp_path)
     timers = Timers()
-    logged_step = step if has_row else max(0, step - 1)
+    config = Config()
+    config.run.dir = str(tmp_path.parent)
+    config.run.name = tmp_path.name
+    config.track = ["jsonl"]
+    config.train.num_steps = 30
 
-    with build_trackers(["jsonl"], tmp_path, {}, resume_step=logged_step) as trackers:
+    with ExitStack() as stack:
+        trackers, bar = _recording(config, step, stack, is_new=is_new)
         recorder = Recorder(
             trackers,
-            None,
-            Config(),
+            bar,
+            config,
             one_rank_mesh(),
             lambda step: {"eval/color": 0.5},
             timers=timers,
