@@ -34,7 +34,7 @@ from megadiff.checkpoint.run_folders import (
     fresh_folder,
     progress_record,
     read_progress,
-    whole_looking,
+    resume_candidates,
 )
 from megadiff.config.load import save_config
 from megadiff.config.schema import Config
@@ -374,10 +374,7 @@ class Checkpoints:
     def _candidates(self) -> list[str]:
         """Return the checkpoint folders to try, the best first."""
         resume = self.config.checkpoint.resume
-        if resume == "never":
-            return []
-        if resume != "auto":
-            return [resume]
-        folders = whole_looking(self.folder)
-        check_latest(self.folder, folders)
-        return [str(folder) for folder in reversed(folders)]
+        folders = resume_candidates(self.folder, resume)
+        if resume == "auto":
+            check_latest(self.folder, folders[::-1])
+        return [str(folder) for folder in folders]

@@ -34,6 +34,18 @@ def whole_looking(folder: Path) -> list[Path]:
     return [path for _, path in step_folders(folder)]
 
 
+def resume_candidates(folder: Path, resume: str) -> list[Path]:
+    """Return the checkpoints that a start may go on from, the best first.
+
+    folder: of the run's own checkpoints. resume: the config's checkpoint.resume.
+    """
+    if resume == "never":
+        return []
+    if resume != "auto":
+        return [Path(resume)]
+    return whole_looking(folder)[::-1]
+
+
 def fresh_folder(folder: Path) -> None:
     """Make an empty folder in place of what is there."""
     shutil.rmtree(folder, ignore_errors=True)

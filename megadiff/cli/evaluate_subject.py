@@ -12,8 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from megadiff.algorithms import build_algorithm
-from megadiff.checkpoint.checkpoints import whole_looking
-from megadiff.checkpoint.run_folders import is_checkpoint
+from megadiff.checkpoint.run_folders import is_checkpoint, whole_looking
 from megadiff.config.load import last_named, load_config, override
 from megadiff.config.rewards import RewardConfig
 from megadiff.config.schema import Config
@@ -21,7 +20,7 @@ from megadiff.config.validate import validate
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.observe.evaluation import RECORD_NAME
-from megadiff.tensors.lora_files import DIFFUSERS_WEIGHTS, PEFT_CONFIG
+from megadiff.tensors.lora_files import has_loras
 from megadiff.train.check import read_prompts
 from megadiff.train.check_judges import check_judges
 from megadiff.train.evaluate import Plan, eval_sampling, spread
@@ -160,9 +159,8 @@ def config_of(target: Path, config_arguments: list[str]) -> Config:
         raise ValueError(
             f"{target} is a checkpoint: give {run} and for this step checkpoint.resume={target}"
         )
-    is_lora = (target / DIFFUSERS_WEIGHTS).is_file() or (target / PEFT_CONFIG).is_file()
     # A pipeline may have one beside it.
-    if is_lora and not (target / "model_index.json").is_file():
+    if has_loras(target) and not (target / "model_index.json").is_file():
         raise ValueError(
             f"{target} is a LoRA, which draws nothing alone: convert it first, by "
             f"`megadiff convert {target} OUT --to merged --base MODEL`, and give OUT"

@@ -36,6 +36,7 @@ from megadiff.parallel.mesh import (
     Mesh,
     init_mesh,
     local_world_size_of,
+    rank_from_env,
     world_size_from_env,
 )
 from megadiff.process.descriptors import raise_soft_limit, rank_sockets, reserve_descriptors
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     # torchrun's; the mesh, which knows it too, is built only when all is checked.
-    rank = int(os.environ.get("RANK", "0"))
+    rank = rank_from_env()
     log_to_stderr(rank)
 
     try:
@@ -130,7 +131,7 @@ def train_rank(config: Config, *, world_size: int, ends_process: bool = True) ->
         layout, adapter, data, scorer = check(config, world_size=world_size, stack=stack)
 
         check_engine_installed(config)
-        if os.environ.get("RANK", "0") == "0":
+        if rank_from_env() == 0:
             # One lock a run: its ranks share the folder.
             folder = make_run_folder(config)
             lock(folder, stack)
@@ -139,7 +140,7 @@ def train_rank(config: Config, *, world_size: int, ends_process: bool = True) ->
             building.requests.files = files
             drop_leftovers(run_folder(config) / STACKS, began_s=files.start_s)
         # before ranks wait for one another, which is where runs hang
-        announce(run_folder(config) / STACKS, f"rank_{os.environ.get('RANK', '0')}")
+        announce(run_folder(config) / STACKS, f"rank_{rank_from_env()}")
 
         _reserve_sockets(config, layout)
         mesh = init_mesh(layout, config.run.device, timeout_s=collective_timeout_s(config))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from omegaconf import MISSING
 
-from megadiff.config.key import SIGNS
+from megadiff.config.key import bound_texts
 from megadiff.config.rewards import NAMED_SECTIONS
 from megadiff.config.schema import Config
 
@@ -98,9 +98,7 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def _rules(field: dataclasses.Field) -> str:
-    bounds = field.metadata["bounds"].items()
-    rules = [f"{SIGNS[name]} {bound}" for name, bound in bounds]
-    return ", ".join([*field.metadata["choices"], *rules])
+    return ", ".join([*field.metadata["choices"], *bound_texts(field.metadata["bounds"])])
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}  # of bounds
+_SIGNS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
 
 
 def key(
@@ -28,3 +29,8 @@ def key(
         # A dataclass refuses a mutable default, which all its objects would share.
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def bound_texts(bounds: Mapping[str, float]) -> list[str]:
+    """Return a key's bounds as texts: ["> 0", "≤ 10"]."""
+    return [f"{_SIGNS[name]} {bound}" for name, bound in bounds.items()]

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadiff.config.algorithm import with_algorithm_defaults
-from megadiff.config.key import SIGNS
+from megadiff.config.key import bound_texts
 from megadiff.config.rewards import NAMED_SECTIONS, RewardConfig
 from megadiff.config.schema import Config
 from megadiff.config.synonyms import SYNONYMS
@@ -149,7 +149,7 @@ def _wrong_type(error: OmegaConfBaseException) -> str:
 
     value = match[1]
     kind = kinds[match[2]]
-    rules = " and ".join(f"{SIGNS[name]} {bound}" for name, bound in _bounds(key).items())
+    rules = " and ".join(bound_texts(_bounds(key)))
     return f"{key}={value!r} is no {kind}; give one{rules and f' that is {rules}'}"
 
 

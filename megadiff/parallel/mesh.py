@@ -123,6 +123,11 @@ def world_size_from_env() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def rank_from_env() -> int:
+    """Return this process's number among them, before there is a mesh; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def local_world_size_of(world_size: int) -> int:
     """Return the number of trainer processes on this node, as torchrun says.
 

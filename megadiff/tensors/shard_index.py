@@ -16,7 +16,7 @@ from torch import Tensor
 from megadiff.tensors.fingerprint import fingerprint
 from megadiff.tensors.model_files import parse_json
 from megadiff.tensors.seals import SEAL_KEY
-from megadiff.tensors.tensor_file import TensorFile, are_integers
+from megadiff.tensors.tensor_file import TensorFile, are_integers, check_format
 from megadiff.types import JsonObject, Shape
 
 METADATA_KEY = "megadiff"
@@ -62,12 +62,7 @@ def read_index(path: Path) -> tuple[TensorFile, JsonObject]:
     except (ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is a safetensors file, but not one of a checkpoint") from error
 
-    if written_as != FORMAT:
-        raise ValueError(
-            f"{path} has format {written_as}, this version of megadiff reads format {FORMAT}; use "
-            "the one that wrote it"
-        )
-
+    check_format(path, written_as, FORMAT)
     kinds = {"num_files": int, "values": dict, "tensors": dict}
     odd = [key for key, kind in kinds.items() if type(index.get(key)) is not kind]
     if SEAL_KEY not in file.metadata or odd or index["num_files"] < 1:

@@ -242,6 +242,15 @@ def _entry(name: str, values: Mapping[str, Any]) -> _Entry:
     return _Entry(begin, end, sys.intern(name), dtype, shape)
 
 
+def check_format(path: Path, written_as: object, known: int) -> None:
+    """Raise ValueError where a file of ours was written in another format than is known here."""
+    if written_as != known:
+        raise ValueError(
+            f"{path} has format {written_as}, this version of megadiff reads format {known}; use "
+            "the one that wrote it"
+        )
+
+
 def are_integers(values: Iterable[object]) -> bool:
     """Tell whether all values are integers; isinstance would take JSON's true for 1."""
     return set(map(type, values)) <= _INTEGERS

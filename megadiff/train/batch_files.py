@@ -26,7 +26,13 @@ from megadiff.tensors.fingerprint import fingerprint
 from megadiff.tensors.model_files import parse_json
 from megadiff.tensors.seals import SEAL_KEY, UNSEALED
 from megadiff.tensors.shards import SHARD_SUFFIX, UNFINISHED
-from megadiff.tensors.tensor_file import TensorFile, TensorMeta, TensorWriter, canonical_order
+from megadiff.tensors.tensor_file import (
+    TensorFile,
+    TensorMeta,
+    TensorWriter,
+    canonical_order,
+    check_format,
+)
 from megadiff.train.sampling import Rewards
 from megadiff.types import (
     Figures,
@@ -182,11 +188,7 @@ class _BatchFile:
             self.num_groups = len(self.record["groups"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} holds no samples of a step: {error!r}") from error
-        if written_as != FORMAT:
-            raise ValueError(
-                f"{path} has format {written_as}, this version of megadiff reads format {FORMAT}; "
-                "use the one that wrote it"
-            )
+        check_format(path, written_as, FORMAT)
 
     def samples(self, wanted: range) -> StepSamples | None:
         """Return the groups of these positions that are in this file, None without one.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import ExitStack, closing
 from functools import partial
 from operator import attrgetter
@@ -25,6 +24,7 @@ from megadiff.parallel.mesh import (
     check_heads,
     check_nodes,
     local_world_size_of,
+    rank_from_env,
     resolve_layout,
 )
 from megadiff.rewards.score import Scorer
@@ -78,7 +78,7 @@ def check(
     check_judges(config)
     check_run_folder(config)
     _check_resume(config.checkpoint.resume)
-    if _is_first_rank():
+    if rank_from_env() == 0:
         check_resume_point(config)
 
     on_policy = algorithm.on_policy
@@ -109,13 +109,8 @@ def check(
 
 def _warn_once(warning: str) -> None:
     """Log a warning on rank 0, unless it is empty."""
-    if warning and _is_first_rank():
+    if warning and rank_from_env() == 0:
         logger.warning("%s", warning)
-
-
-def _is_first_rank() -> bool:
-    # there is no mesh yet
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _check_resume(resume: str) -> None:

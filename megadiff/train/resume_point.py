@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from megadiff.checkpoint.run_folders import read_config, read_progress, whole_looking
+from megadiff.checkpoint.run_folders import read_config, read_progress, resume_candidates
 from megadiff.config.schema import Config
 from megadiff.observe.events import read_events
 from megadiff.parallel.collectives import read_once
@@ -81,15 +81,17 @@ def is_finished(config: Config, mesh: Mesh) -> bool:
     """
 
     def finished() -> bool:
-        folder, step = _resume_point(config)
-        is_last = bool(step) and step == config.train.num_steps
-        if not is_last or folder is None or not _is_own(folder, config):
+        run = run_folder(config)
+        num_steps = config.train.num_steps
+        # First what costs little: the checkpoint is asked for a header of each rank's file.
+        ends = [event for event in read_events(run) if event.kind.startswith("run_")]
+        if not ends or (ends[-1].kind, ends[-1].step) != ("run_finished", num_steps):
             return False
-        ends = [event for event in read_events(run_folder(config)) if event.kind.startswith("run_")]
-        if not ends or (ends[-1].kind, ends[-1].step) != ("run_finished", step):
+        folder, step = _resume_point(config)
+        if folder is None or step != num_steps or not _is_own(folder, config):
             return False
         text = "%s is finished: %d of train.num_steps=%d; for more set train.num_steps=%d"
-        logger.info(text, run_folder(config), step, step, 2 * step)
+        logger.info(text, run, step, num_steps, 2 * step)
         return True
 
     # Rank 0 decides: on a shared filesystem the others may see older folders.
@@ -101,14 +103,8 @@ def _resume_point(config: Config) -> tuple[Path | None, int]:
 
     Its weights are not read: one of theirs may still turn out to be torn.
     """
-    resume = config.checkpoint.resume
-    if resume == "never":
-        return None, 0
-    folders = [Path(resume)]
-    if resume == "auto":
-        folders = whole_looking(run_folder(config) / "checkpoints")
-
-    for folder in reversed(folders):
+    own_checkpoints = run_folder(config) / "checkpoints"
+    for folder in resume_candidates(own_checkpoints, config.checkpoint.resume):
         try:
             return folder, read_progress(folder).step
         except (ValueError, OSError):

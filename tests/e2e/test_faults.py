@@ -13,7 +13,7 @@ from functools import partial
 import psutil
 import pytest
 
-from megadiff.checkpoint.checkpoints import whole_looking
+from megadiff.checkpoint.run_folders import whole_looking
 from megadiff.cli.train import main
 from tests.distributed.ranks import Command
 from tests.e2e.asking import by_file

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from megadiff.checkpoint.checkpoints import whole_looking
+from megadiff.checkpoint.run_folders import whole_looking
 from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.base import RewardContext, RewardSample, build_reward
 from megadiff.types import Prompt

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from megadiff.checkpoint.checkpoints import whole_looking
+from megadiff.checkpoint.run_folders import whole_looking
 from megadiff.cli.stacks import main as stacks
 from megadiff.cli.train import main
 from megadiff.rollout.limits import RUN_HEADER

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadiff.checkpoint.checkpoints import whole_looking
+from megadiff.checkpoint.run_folders import whole_looking
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

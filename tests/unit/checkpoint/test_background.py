@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from megadiff.checkpoint import background, checkpoints
-from megadiff.checkpoint.checkpoints import CheckpointError, Checkpoints, whole_looking
+from megadiff.checkpoint.checkpoints import CheckpointError, Checkpoints
 from megadiff.checkpoint.retention import remove_leftovers
+from megadiff.checkpoint.run_folders import whole_looking
 from megadiff.config.schema import Config
 from megadiff.process import host_memory
 from megadiff.tensors import shards

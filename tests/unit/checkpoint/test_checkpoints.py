@@ -17,7 +17,8 @@ from megadiff.checkpoint.base_weights import (
     base_weights,
     tensor_fingerprints,
 )
-from megadiff.checkpoint.checkpoints import Checkpoints, whole_looking
+from megadiff.checkpoint.checkpoints import Checkpoints
+from megadiff.checkpoint.run_folders import whole_looking
 from megadiff.config.schema import Config
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.collectives import AgreedError
