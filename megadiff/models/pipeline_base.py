@@ -40,6 +40,17 @@ NO_LORA_REQUESTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class CallInputs:
+    """Hold what a call needs before its first step, of all its groups.
+
+    conditioning: [P, …] by name, on the device. noise_NLC: float32, on the host.
+    """
+
+    conditioning: Tensors
+    noise_NLC: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransformerCall:
     """Call a served transformer as the adapter calls the trainer's. dtype: it computes in."""
 
@@ -60,6 +71,8 @@ class RolloutPipelineMixin:
     cast_networks: those that vllm-omni leaves in their files' dtype.
     maps_base: whether the policy's weights are a trainer's memory, and none are loaded.
     is_empty: whether they are still to be mapped.
+    prepares_ahead: whether a text may be encoded while another call is drawn.
+    next_call: the worker's NextCall (rollout/next_call.py).
     """
 
     adapter: ModelAdapter
@@ -73,6 +86,8 @@ class RolloutPipelineMixin:
     num_rows = 0  # samples of the rollout call that runs, 0 for any other
     maps_base = False
     is_empty = False
+    prepares_ahead = True
+    next_call: Any = None
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         # what comes next in the order of classes is vllm-omni's pipeline
@@ -171,27 +186,23 @@ class RolloutPipelineMixin:
         from vllm_omni.diffusion.data import DiffusionOutput
 
         sampling = requests[0].sampling
-        self._check_lengths(requests)
-        sampler = BatchSampler(
-            requests,
-            schedule=self.adapter.schedule(sampling),
-            token_shape=self.adapter.latents_shape(sampling),
-            device=self.device,
-        )
-        with ThreadPoolExecutor(1, thread_name_prefix="noise") as thread:
-            # 1.4 ms a sample of 512² on a core, while another starts the text encoder's kernels
-            noise = thread.submit(sampler.initial_noise)
-            sampler.conditioning = self._encode_texts(requests) | self._encode_images(requests)
-            if sampling.think_tokens:
-                conditioning, sampler.thoughts = self.think(requests)
-                sampler.conditioning |= conditioning
+        inputs = (self.next_call and self.next_call.take(requests)) or self._inputs(requests)
+        sampler = self._sampler(requests, self.device)
+        sampler.conditioning = inputs.conditioning
+        if sampling.think_tokens:
+            thought_conditioning, sampler.thoughts = self.think(requests)
+            sampler.conditioning |= thought_conditioning
         conditioning = {
             name: sampler.per_row(value_P) for name, value_P in sampler.conditioning.items()
         }
 
         self.num_rows = len(sampler.sample_keys)
-        latents_NLC = self._denoise(sampler, conditioning, sampler.initial_latents(noise.result()))
+        latents_NLC = sampler.initial_latents(inputs.noise_NLC)
+        latents_NLC = self._denoise(sampler, conditioning, latents_NLC)
         pixels_NFHWC = self.adapter.decode(self.vae, latents_NLC, sampling, conditioning)
+        if self.next_call:
+            # the GPU has all of this call's work by now, and the host would wait for it
+            self.next_call.prepare(requests, self._inputs)
         result = sampler.result(pixels_NFHWC)
         if self.device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self.device)
@@ -200,6 +211,25 @@ class RolloutPipelineMixin:
         # vllm-omni makes images or videos of a payload, so our tensors travel in the metadata
         envelope = {"payload": {"image": torch.zeros(1, 3, 1, 1)}, "metadata": {RESULT_KEY: result}}
         return DiffusionOutput(output=envelope)
+
+    def _inputs(self, requests: Sequence[RolloutRequest]) -> CallInputs:
+        """Return what the call needs before its first step. Raises ValueError for a long text."""
+        self._check_lengths(requests)
+        sampler = self._sampler(requests, torch.device("cpu"))
+        with ThreadPoolExecutor(1, thread_name_prefix="noise") as thread:
+            # 1.4 ms a sample of 512² on a core, while another starts the text encoder's kernels
+            noise = thread.submit(sampler.initial_noise)
+            conditioning = self._encode_texts(requests) | self._encode_images(requests)
+        return CallInputs(conditioning=conditioning, noise_NLC=noise.result())
+
+    def _sampler(self, requests: Sequence[RolloutRequest], device: torch.device) -> BatchSampler:
+        sampling = requests[0].sampling
+        return BatchSampler(
+            requests,
+            schedule=self.adapter.schedule(sampling),
+            token_shape=self.adapter.latents_shape(sampling),
+            device=device,
+        )
 
     def _encode_texts(self, requests: Sequence[RolloutRequest]) -> Tensors:
         """Encode each distinct text once. Returns the groups' conditioning, [P, …] by name.

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -67,6 +69,20 @@ def clients(registry: Path, tiny_model: Path) -> Iterator[list[ReplicaClient]]:
     for client in clients:
         client.release()
         client.close()
+
+
+def test_calls_that_wait_draw_what_they_draw_alone(clients: list[ReplicaClient]) -> None:
+    """The worker prepares each while it draws the one before."""
+    client = clients[0]
+    calls = [requests()[place : place + 2] for place in range(4)]
+    alone = [client.generate_batch(call) for call in calls]
+    with ThreadPoolExecutor(len(calls)) as threads:
+        together = list(threads.map(client.generate_batch, calls))
+    for one, other in zip(chain(*alone), chain(*together), strict=True):
+        assert torch.equal(one.latents_GSLC, other.latents_GSLC)
+        assert torch.equal(one.pixels_GFHWC, other.pixels_GFHWC)
+        for name, tensor in one.conditioning.items():
+            assert torch.equal(tensor, other.conditioning[name])
 
 
 def assert_close(one: RolloutGroup, other: RolloutGroup, *, tolerance: float = 1e-5) -> None:

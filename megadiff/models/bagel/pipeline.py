@@ -33,6 +33,7 @@ PUBLISHED_VAE = pipeline_bagel.default_ae_params()
 
 class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
     adapter: BagelAdapter
+    prepares_ahead = False  # encode() drops what the call that is drawn still needs
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         compute_in(od_config.dtype, Path(od_config.model))

@@ -22,6 +22,7 @@ from megadiff.models.pipeline_base import GPU_BYTES, REQUESTS_KEY, RESULT_KEY
 from megadiff.models.pipeline_stop import STOP_KEY
 from megadiff.models.registry import family_of
 from megadiff.rollout.limits import GROUP_BROKE, Limits
+from megadiff.rollout.next_call import WaitingCalls
 from megadiff.rollout.server.body import chunks
 from megadiff.rollout.server.load import Load
 from megadiff.rollout.server.omni_app import call_worker
@@ -79,6 +80,7 @@ class Replica:
         self.gpu_bytes: tuple[int, int] | None = None  # worker 0's allocated and reserved ones
         self.num_image_calls = 0  # waiting ones included
         self.progress = EngineProgress(self.private_folder)
+        self._waiting_calls = WaitingCalls(self.private_folder)
         self._idle = asyncio.Condition()
         self._weights_lock = asyncio.Lock()  # one push or sleep at a time
 
@@ -279,7 +281,7 @@ class Replica:
                 return answer
 
             keeps_base = True
-            if self.spec.fp8:
+            if self.spec.fp8 != "none":
                 # If quantize fails, weights may be gone: a second commit must not succeed.
                 self.policy.lose_received()
                 keeps_base = (await self._handle_weights("quantize"))["keeps_weights"]
@@ -351,13 +353,13 @@ class Replica:
             extra_args={REQUESTS_KEY: plain_requests, STOP_KEY: str(stop.path)},
         )
 
-        outputs = self.engine.generate(
-            prompt=_plain_prompt(requests[0], self.spec),
-            request_id=f"rl-{uuid.uuid4().hex}",
-            sampling_params_list=[parameters],
-        )
-
-        last = [output async for output in outputs][-1]
+        with self._waiting_calls.waiting(plain_requests):
+            outputs = self.engine.generate(
+                prompt=_plain_prompt(requests[0], self.spec),
+                request_id=f"rl-{uuid.uuid4().hex}",
+                sampling_params_list=[parameters],
+            )
+            last = [output async for output in outputs][-1]
         return last.multimodal_output["metadata"][RESULT_KEY]
 
 

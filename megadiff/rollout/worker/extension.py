@@ -34,6 +34,7 @@ from megadiff.process.identity import device_name, host_name
 from megadiff.process.lifeline import exit_with
 from megadiff.process.stacks import announce
 from megadiff.process.title import set_title
+from megadiff.rollout.next_call import NextCall
 from megadiff.rollout.spec import process_title
 from megadiff.rollout.worker.compiled import tune_blocks
 from megadiff.rollout.worker.fp8 import Fp8Linears
@@ -112,12 +113,15 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 network = self._pipeline.get_submodule(component)
                 tune_blocks(network, num_rows=lambda: self._pipeline.num_rows)
 
-        if custom_pipeline_args.get("fp8"):
-            self._fp8 = Fp8Linears(
-                self._fp8_layers(), in_place=custom_pipeline_args["fp8_in_place"]
-            )
+        scaling = custom_pipeline_args.get("fp8", "none")
+        if scaling != "none":
+            in_place = custom_pipeline_args["fp8_in_place"]
+            self._fp8 = Fp8Linears(self._fp8_layers(), scaling=scaling, in_place=in_place)
             self.trim()
 
+        folder = custom_pipeline_args.get("private_folder")
+        if folder and self._pipeline.prepares_ahead:
+            self._pipeline.next_call = NextCall(Path(folder), self._pipeline.device)
         freeze_startup_objects()
 
     def init_lora_manager(self) -> None:
