@@ -1,7 +1,7 @@
 """How evenly calls are shared out over replicas of unlike speed, on a clock of the tool's own.
 
     python tools/bench_balance.py [--replicas 64] [--calls 2 4 8] [--spread 0.5] \\
-        [--jitter 0.05] [--seeds 20]
+        [--jitter 0.05] [--seeds 20] [--ranks 8]
 
 Replicas make one call at a time. Their seconds a sample are log-normal with --spread, and a call
 takes that times its samples, give or take --jitter. Prints, for each number of calls a replica,
@@ -14,6 +14,10 @@ the mean (worst) over the seeds of a step's seconds over the fluid bound:
 
 The fluid bound cuts work to any size: samples over the sum of all speeds. With few calls a replica
 no schedule reaches it, as a call is never cut: its composition decides float rounding.
+
+With --ranks as many equally fast replicas are shared by so many ranks, each of which gives out its
+own calls. Then the figures are of steps after the first: as it is, and as it would be if a rank
+took the wait behind other ranks' calls for slowness.
 """
 
 from __future__ import annotations
@@ -23,8 +27,10 @@ import heapq
 import itertools
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
+from typing import Any
 
 from megadiff.rollout.client.call_queue import CALLS_PER_REPLICA, CallQueue, ReplicaCall
 
@@ -100,6 +106,73 @@ def fewest_calls_s(
     return max(free_s.values())
 
 
+def shared_s(
+    known: Sequence[dict[str, float]],
+    per_rank: int,
+    rng: random.Random,
+    *,
+    counts_waits: bool = False,
+    jitter: float = 0.01,
+) -> float:
+    """Return the seconds of a step of several ranks, which share as many replicas.
+
+    A call takes a second, and messages up to a hundredth. known: of each rank, what it learnt of
+    the replicas; kept up to date. counts_waits: a call's seconds are those behind others, too.
+    """
+    names = [str(index) for index in range(len(known))]
+    queues = [
+        CallQueue(make_calls(per_rank), names[rank:] + names[:rank], known[rank])
+        for rank in range(len(known))
+    ]
+    # of each replica: rank, call and when it came; the first is drawn
+    lines: dict[str, list[tuple[int, ReplicaCall, float]]] = {name: [] for name in names}
+    events: list[tuple[float, int, Callable[[], None]]] = []
+    number = itertools.count()
+    now_s = 0.0
+
+    def after(seconds: float, event: Callable[[], None]) -> None:
+        heapq.heappush(events, (now_s + seconds, next(number), event))
+
+    def give_out(rank: int) -> None:
+        while taken := queues[rank].take(now_s):
+            after(0.01 * rng.random(), partial(arrive, rank, *taken))
+
+    def arrive(rank: int, call: ReplicaCall, name: str) -> None:
+        lines[name].append((rank, call, now_s))
+        if len(lines[name]) == 1:
+            begin(name)
+
+    def begin(name: str) -> None:
+        after(rng.lognormvariate(0.0, jitter), partial(end, name, now_s))
+
+    def end(name: str, began_s: float) -> None:
+        rank, call, came_s = lines[name].pop(0)
+        seconds = now_s - (came_s if counts_waits else began_s)
+        waiting = SAMPLES * len(lines[name])
+        if lines[name]:
+            begin(name)
+        after(0.01 * rng.random(), partial(answer, rank, call, name, seconds, waiting))
+
+    def answer(rank: int, call: ReplicaCall, name: str, seconds: float, waiting: int) -> None:
+        queues[rank].succeed(call, name, seconds=seconds, outstanding=waiting, now_s=now_s)
+        give_out(rank)
+
+    for rank in range(len(known)):
+        after(0.01 * rng.random(), partial(give_out, rank))
+    while events:
+        now_s, _, event = heapq.heappop(events)
+        event()
+    return now_s
+
+
+def shared_ratios(num_ranks: int, per_rank: int, *, seed: int, **how: Any) -> list[float]:
+    """Return the seconds of steps after the first over those of equal shares."""
+    rng = random.Random(seed)
+    known: list[dict[str, float]] = [{} for _ in range(num_ranks)]
+    steps_s = [shared_s(known, per_rank, rng, **how) for _ in range(NUM_STEPS)]
+    return [step_s / per_rank for step_s in steps_s[1:]]
+
+
 def ratios(
     num_replicas: int, per_replica: int, *, spread: float, jitter: float, seed: int
 ) -> dict[str, float]:
@@ -136,7 +209,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--spread", type=float, default=0.5, help="of the speeds' logarithms")
     parser.add_argument("--jitter", type=float, default=0.05, help="of a call's seconds")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=0, help="that share as many replicas")
     options = parser.parse_args(argv)
+
+    if options.ranks:
+        for counts_waits in (False, True):
+            steps = [
+                ratio
+                for seed in range(options.seeds)
+                for ratio in shared_ratios(
+                    options.ranks,
+                    max(options.calls),
+                    seed=seed,
+                    counts_waits=counts_waits,
+                    jitter=options.jitter,
+                )
+            ]
+            what = "waits taken for slowness" if counts_waits else "as it is"
+            print(f"{what:>25} {fmean(steps):.3f} ({max(steps):.3f})")
+        return 0
 
     print(f"{'calls a replica':>15}", *(f"{name:>14}" for name in COLUMNS))
     for per_replica in options.calls:

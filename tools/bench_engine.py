@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_machine import cpu_name, versions, visible_gpus
+from bench_machine import cpu_name, versions, visible_gpus, with_default
 from one_rank import check_alone, check_called, pretend
 from random_weights import write_random_transformer
 from torch.autograd import DeviceType
@@ -55,7 +55,7 @@ LOSS = partial(flow_grpo, clip_range=(1e-5, 1e-5), adv_clip_max=5.0, kl_coef=0.0
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    configs = options.config or [RECIPE, "engine.compile=false"]
+    configs = with_default(options.config, [RECIPE, "engine.compile=false"])
     if options.worker:
         return _worker(configs, options)
     failed = False

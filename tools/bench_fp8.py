@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_machine import cpu_name, versions, visible_gpus
+from bench_machine import cpu_name, versions, visible_gpus, with_default
 from random_weights import write_random_transformer
 from torch import Tensor, nn
 
@@ -92,7 +92,7 @@ class Images:
 
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    configs = options.config or [RECIPE]
+    configs = with_default(options.config, [RECIPE])
     with tempfile.TemporaryDirectory(prefix="bench_fp8_", dir=options.scratch) as scratch:
         model = options.model
         if options.layers or not any((model / "transformer").glob("*.safetensors")):

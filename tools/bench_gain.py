@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 
-from bench_machine import cpu_name, versions, visible_gpus
+from bench_machine import cpu_name, is_override, versions, visible_gpus
 from gain_curves import (
     Point,
     RunResult,
@@ -412,10 +412,6 @@ def write_text(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}")
     aside.write_text(text, "utf-8")
     os.replace(aside, path)
-
-
-def is_override(argument: str) -> bool:
-    return "=" in argument and not argument.startswith("-")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

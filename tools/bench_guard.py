@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 import torch._functorch.config
-from bench_machine import visible_gpus
+from bench_machine import visible_gpus, with_default
 from torch import Tensor, nn
 
 from megadiff.algorithms import build_algorithm
@@ -56,7 +56,7 @@ Ratios = dict[str, float]
 
 def main(argv: list[str]) -> int:
     options, arguments = _parser().parse_known_args(argv)
-    configs = options.config or [RECIPE]
+    configs = with_default(options.config, [RECIPE])
     try:
         config = load_config([*configs, *arguments])
     except ValueError as error:

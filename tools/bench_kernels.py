@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megadiff.models.rotary import rotate_pairs
-from megadiff.rollout.worker.fp8 import quantize
+from megadiff.rollout.worker.fp8 import quantize_rows
 
 WIDTH, HEADS, MLP = 3072, 24, 12288
 CALLS = 20
@@ -100,7 +100,7 @@ def _gelu(x_RTM: Tensor) -> Tensor:
 
 
 def _to_fp8(function: Callable[..., Tensor]) -> Callable[..., object]:
-    return lambda *arguments: quantize(function(*arguments).flatten(0, 1), by_rows=True)
+    return lambda *arguments: quantize_rows(function(*arguments).flatten(0, 1))
 
 
 def _microseconds(call: Callable[[], object]) -> float:

@@ -68,3 +68,12 @@ def versions() -> dict[str, str]:
         else None
     )
     return found | ({"commit": commit.stdout.strip()} if commit and commit.returncode == 0 else {})
+
+
+def is_override(argument: str) -> bool:
+    return "=" in argument and not argument.startswith("-")
+
+
+def with_default(config: list[str], default: list[str]) -> list[str]:
+    """Return yaml files and overrides as given, behind the default ones where no file is given."""
+    return config if any(not is_override(part) for part in config) else [*default, *config]

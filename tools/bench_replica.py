@@ -44,7 +44,7 @@ def start_replica(
     device: str,
     gpus: tuple[int, ...] = (),
     compile: bool = False,
-    fp8: str = "none",
+    fp8: bool = False,
     tp: int = 1,
     weights: Path | None = None,
 ) -> tuple[ReplicaProcess, ReplicaClient]:

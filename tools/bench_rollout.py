@@ -48,12 +48,7 @@ LIMITS = Limits()  # of the replicas that are started here
 WINDOW = (2, (0, 5))  # size and range, in steps
 SAME_NOISE = "rollout, same noise"
 WAYS = ("diffusers", "images", "images, one a request", "rollout")
-REPLICAS = {
-    "eager": {},
-    "compiled": {"compile": True},
-    "fp8": {"compile": True, "fp8": "rowwise"},
-    "fp8_tensorwise": {"compile": True, "fp8": "tensorwise"},
-}
+REPLICAS = {"eager": {}, "compiled": {"compile": True}, "fp8": {"compile": True, "fp8": True}}
 
 
 def main(argv: list[str]) -> int:

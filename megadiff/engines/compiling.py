@@ -44,9 +44,6 @@ def compile_blocks(
     in_one_graph: torch raises an error where something would cut a block into several graphs, which
     choose their activations each by itself.
     """
-    from megadiff.process.reductions import keep_rows  # torch's compiler takes a second to import
-
-    keep_rows()
     torch._functorch.config.activation_memory_budget = budget
     # torch keeps 8 variants of a function and runs later ones uncompiled, with a warning only; here
     # are more: with and without gradient, text mask and LoRA, the last block, a smaller microbatch

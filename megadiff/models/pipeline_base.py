@@ -199,10 +199,10 @@ class RolloutPipelineMixin:
         self.num_rows = len(sampler.sample_keys)
         latents_NLC = sampler.initial_latents(inputs.noise_NLC)
         latents_NLC = self._denoise(sampler, conditioning, latents_NLC)
-        pixels_NFHWC = self.adapter.decode(self.vae, latents_NLC, sampling, conditioning)
         if self.next_call:
-            # the GPU has all of this call's work by now, and the host would wait for it
+            # The GPU is behind by some steps, for which decode() would wait.
             self.next_call.prepare(requests, self._inputs)
+        pixels_NFHWC = self.adapter.decode(self.vae, latents_NLC, sampling, conditioning)
         result = sampler.result(pixels_NFHWC)
         if self.device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self.device)

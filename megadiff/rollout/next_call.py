@@ -103,8 +103,8 @@ class NextCall:
         if not requests or requests[0].sampling.images:
             return
 
-        # What is wrong with that call is told when its turn comes.
-        with suppress(ValueError, torch.OutOfMemoryError), torch.cuda.stream(self._stream):
+        # What is wrong with that call is told when its turn comes, and harms no other.
+        with suppress(Exception), torch.cuda.stream(self._stream):
             self._inputs = make_inputs(requests)
             self._requests = requests
 

@@ -56,10 +56,8 @@ class ReplicaSpec:
     stacks: Path | None = _flag("a run's folder stacks/, for `megadiff stacks`", None)
     parent_pid: int | None = _flag("exit when this process does", None)
     compile: bool = _flag("torch.compile the transformer's blocks", False, key="rollout.compile")
-    fp8: Literal["none", "tensorwise", "rowwise"] = _flag(
-        "matrix products of the blocks in FP8 (needs bfloat16), with scales of tensors or rows",
-        "none",
-        key="rollout.fp8",
+    fp8: bool = _flag(
+        "matrix products of the blocks in FP8 (needs bfloat16)", False, key="rollout.fp8"
     )
     fp8_in_place: bool = _flag(
         "keep FP8 weights in place of the bfloat16 ones: half the memory, but every push must "
@@ -99,7 +97,6 @@ def config_spec(config: Config, **settings: Any) -> ReplicaSpec:
     """Return the spec of a run's replica: what its config says, but for the settings given."""
     told: dict[str, Any] = {name: attrgetter(key)(config) for name, key in config_keys().items()}
     told["model"] = Path(config.model.path)
-    told["fp8"] = replica_fp8(config)
     for name in ("registry", "stage_config"):
         told[name] = Path(told[name]) if told[name] else None
     told["weights"] = None
@@ -109,17 +106,6 @@ def config_spec(config: Config, **settings: Any) -> ReplicaSpec:
         told["weights"] = Path(config.sync.folder) if config.sync.folder else in_run
 
     return ReplicaSpec(**told | settings)
-
-
-def replica_fp8(config: Config) -> str:
-    """Return how replicas of a run scale for FP8: as its trainer does, by rows if that has none.
-
-    Equal scales mean equal kernels, so sums in the same order. Rows are the safer choice where
-    nothing is to be equal: one large number then takes no bits from other tokens.
-    """
-    if not config.rollout.fp8:
-        return "none"
-    return "rowwise" if config.engine.fp8 == "none" else config.engine.fp8
 
 
 def config_keys() -> dict[str, str]:

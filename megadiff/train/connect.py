@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from urllib.parse import quote
 
@@ -28,7 +29,7 @@ from megadiff.rollout.client.processes import ReplicaProcess, environment_token
 from megadiff.rollout.client.registry import RegistryWatch, wait_until_announced
 from megadiff.rollout.client.report import Report, no_report
 from megadiff.rollout.client.supervisor import Supervisor
-from megadiff.rollout.spec import replica_fp8
+from megadiff.rollout.spec import flag_of
 from megadiff.train.replicas import (
     ReplicaUsers,
     log_file,
@@ -204,21 +205,16 @@ def check_arithmetic(replica: JsonObject, config: Config, *, code: Mapping[str, 
             f"{who} holds weights in {arithmetic.get('dtype')}, the run has model.dtype={dtype}; "
             f"restart it with --dtype {dtype}, or set model.dtype to the replica's"
         )
-    fp8 = replica_fp8(config)
-    if arithmetic.get("fp8") != fp8:
-        raise ValueError(
-            f"{who} has fp8={arithmetic.get('fp8')}, the run needs {fp8} (rollout.fp8="
-            f"{config.rollout.fp8} with engine.fp8={config.engine.fp8}); start it with --fp8 {fp8}"
-        )
-
-    streams = config.model.float32_streams
-    # by identity: a 1 in JSON must not pass for true
-    if arithmetic.get("float32_streams") is not streams:
-        raise ValueError(
-            f"{who} has float32_streams={arithmetic.get('float32_streams')}, the run "
-            f"model.float32_streams={streams}; start it {'with' if streams else 'without'} "
-            f"--float32-streams, or set model.float32_streams={str(not streams).lower()}"
-        )
+    for key in ("rollout.fp8", "model.float32_streams"):
+        value = attrgetter(key)(config)
+        switch = key.partition(".")[2]
+        # by identity: a 1 in JSON must not pass for true
+        if arithmetic.get(switch) is not value:
+            flag = f"{'with' if value else 'without'} {flag_of(switch)}"
+            raise ValueError(
+                f"{who} has {switch}={arithmetic.get(switch)}, the run {key}={value}; "
+                f"start it {flag}, or set {key}={str(not value).lower()}"
+            )
 
 
 def _check_code(who: str, told: object, code: Mapping[str, str], config: Config) -> None:

@@ -281,7 +281,7 @@ class Replica:
                 return answer
 
             keeps_base = True
-            if self.spec.fp8 != "none":
+            if self.spec.fp8:
                 # If quantize fails, weights may be gone: a second commit must not succeed.
                 self.policy.lose_received()
                 keeps_base = (await self._handle_weights("quantize"))["keeps_weights"]

@@ -166,16 +166,16 @@ def check_hardware(spec: ReplicaSpec, *, num_heads: int) -> None:
             f"--tp {spec.tp}, but {torch.cuda.device_count()} GPUs are visible; give at most that"
         )
 
-    if spec.shared_base and (spec.tp > 1 or spec.fp8 != "none" or spec.weights is not None):
+    if spec.shared_base and (spec.tp > 1 or spec.fp8 or spec.weights is not None):
         raise ValueError(
             "--shared-base maps a trainer's weights whole and as they are; leave out --tp, --fp8 "
             "and --weights"
         )
-    if spec.fp8_in_place and spec.fp8 == "none":
+    if spec.fp8_in_place and not spec.fp8:
         raise ValueError(
             "--fp8-in-place says how --fp8 keeps its weights; give --fp8 as well, or neither"
         )
-    if spec.fp8 != "none" and spec.dtype != "bfloat16":
+    if spec.fp8 and spec.dtype != "bfloat16":
         raise ValueError(
             f"--fp8 multiplies copies of bfloat16 weights, but --dtype is {spec.dtype}; "
             "give --dtype bfloat16"

@@ -12,21 +12,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch._dynamo import mark_static
+from torch._inductor.choices import InductorChoices
+from torch._inductor.runtime.hints import ReductionHint
 from torch.utils._pytree import tree_leaves
 from vllm_omni.diffusion.layers.rope import RotaryEmbedding
 
 from megadiff.models.adapter import STREAMS
 from megadiff.models.rotary import rotate_pairs
-from megadiff.process.reductions import keep_rows
 from megadiff.process.variants import with_own_variants
 
 IMAGE, TEXT = STREAMS
 ORIGINAL = "_torchdynamo_orig_callable"  # of a compiled function, by torch
 # Sizes of calls that get kernels of their own: a run's, those of its gate and its evaluations.
 FIXED_SIZES = 4
+# Of a row that is normalised, in numbers. Rows of a head are shorter, a GPU takes many at once.
+LONG_ROWS = range(257, 4097)
+_stock_choice = InductorChoices.should_use_persistent_reduction
 _is_in_block = False  # whether what is compiled now is a block's
 
 
@@ -35,7 +40,8 @@ def tune_blocks(model: nn.Module, *, num_rows: Callable[[], int]) -> None:
 
     num_rows: samples of the rollout call that runs, 0 for any other.
     """
-    keep_rows(lambda: _is_in_block)
+    choices: Any = InductorChoices
+    choices.should_use_persistent_reduction = staticmethod(_reads_rows_once)
     fuse_rotary(model)
     fix_sizes(model, num_rows=num_rows)
 
@@ -128,3 +134,16 @@ def _compiling_blocks() -> Iterator[None]:
         yield
     finally:
         _is_in_block = False
+
+
+def _reads_rows_once(features: Any, cooperative_reduction: bool) -> bool:
+    """Decide for torch whether a kernel keeps a row that it reduces, or reads it twice.
+
+    By rule and not by timing both, as torch's `multi_kernel` does: replicas of a run must round
+    alike. features: of the kernel.
+    """
+    size = features.reduction_numel
+    is_row = features.get_reduction_hint() == ReductionHint.INNER
+    if _is_in_block and is_row and not cooperative_reduction and isinstance(size, sympy.Integer):
+        return int(size) in LONG_ROWS
+    return _stock_choice(features, cooperative_reduction)

@@ -113,10 +113,10 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 network = self._pipeline.get_submodule(component)
                 tune_blocks(network, num_rows=lambda: self._pipeline.num_rows)
 
-        scaling = custom_pipeline_args.get("fp8", "none")
-        if scaling != "none":
-            in_place = custom_pipeline_args["fp8_in_place"]
-            self._fp8 = Fp8Linears(self._fp8_layers(), scaling=scaling, in_place=in_place)
+        if custom_pipeline_args.get("fp8"):
+            self._fp8 = Fp8Linears(
+                self._fp8_layers(), in_place=custom_pipeline_args["fp8_in_place"]
+            )
             self.trim()
 
         folder = custom_pipeline_args.get("private_folder")

@@ -1,14 +1,10 @@
 """Compute matrix products in FP8 in a replica's blocks, with e4m3 copies of bfloat16 weights.
 
-Weights and inputs are scaled to their largest magnitude, by powers of two:
-- tensorwise: of the whole tensor.
-- rowwise: of a weight's output feature and of an input's token.
-
-The trainer's FP8 (engines/fp8.py) rounds to the same numbers under either scaling. But a GPU has
-another kernel for each, which sums in another order. So a replica scales as its trainer does.
-Products are `torch._scaled_mm`'s, with the fast sums that the trainer's forward has too. The
-bfloat16 weight is pushed, fingerprinted and wrapped by LoRA; in place, only the copy stays after
-that. LoRA's own products stay in bfloat16.
+Weights are scaled by row (an output feature), inputs by token, both to their largest magnitude and
+by powers of two. The trainer's FP8 (engines/fp8.py) rounds to the same numbers, whether it scales
+by rows or whole tensors. Products are `torch._scaled_mm`'s, with the fast sums that the trainer's
+forward has too. The bfloat16 weight is pushed, fingerprinted and wrapped by LoRA; in place, only
+the copy stays after that. LoRA's own products stay in bfloat16.
 """
 
 from __future__ import annotations
@@ -29,25 +25,21 @@ LARGEST = torch.finfo(FP8).max
 class Fp8Linears:
     """Switch layers of vLLM to FP8 products.
 
-    layers: name → a linear layer with a bfloat16 `weight`. scaling: tensorwise or rowwise.
+    layers: name → a linear layer with a bfloat16 `weight`.
     in_place: the weights' memory is given back, layer by layer, as soon as they have their copies.
     BF16 weights and FP8 copies are never all in memory at once. Before each change of the weights
     comes make_room(), after it refresh().
     Raises ValueError for a layer that FP8 products do not take.
     """
 
-    def __init__(
-        self, layers: Mapping[str, Any], *, scaling: str = "rowwise", in_place: bool = False
-    ) -> None:
+    def __init__(self, layers: Mapping[str, Any], *, in_place: bool = False) -> None:
         self.in_place = in_place
-        self._by_rows = scaling == "rowwise"
         self._layers: list[tuple[Any, FreedWeights, FreedWeights]] = []  # weight, copies
         for name, layer in layers.items():
             weight = layer.weight
             _check(name, weight)
             fp8_weight = torch.empty_like(weight, dtype=FP8)
-            num_scales = len(weight) if self._by_rows else 1
-            fp8_scale = weight.new_empty(1, num_scales, dtype=torch.float32)
+            fp8_scale = weight.new_empty(1, len(weight), dtype=torch.float32)
             layer.register_buffer("fp8_weight", fp8_weight, persistent=False)
             layer.register_buffer("fp8_scale", fp8_scale, persistent=False)
             layer.quant_method = _Fp8Method()
@@ -67,7 +59,7 @@ class Fp8Linears:
         for layer, weights, copies in self._layers:
             # Layer by layer: only one has both its weight and its copy in memory.
             copies.take_back()
-            quantized, scale = quantize(layer.weight, by_rows=self._by_rows)
+            quantized, scale = quantize_rows(layer.weight)
             layer.fp8_weight.copy_(quantized)
             layer.fp8_scale.copy_(scale.T)
             if self.in_place:
@@ -99,20 +91,13 @@ def fp8_linear(
 ) -> Tensor:
     """Return x @ weight.T + bias, [..., O] bfloat16.
 
-    x: [..., N] bfloat16. weight_ON: e4m3. scale_1O: float32, of the weight's rows, or one for all
-    of it: then x has one as well.
+    x: [..., N] bfloat16. weight_ON: e4m3. scale_1O: float32, of the weight's rows.
     """
-    num_scales = scale_1O.shape[1]
-    x_RN = x.reshape(-1, x.shape[-1])
-    quantized, scale_R1 = quantize(x_RN, by_rows=num_scales > 1)
-    if num_scales == 1 and not x.is_cuda:
-        # torch's kernel for CPUs takes a hundred times longer for a tensor's scale than for rows'
-        scale_R1 = scale_R1.expand(len(x_RN), 1).contiguous()
-        scale_1O = scale_1O.expand(1, len(weight_ON)).contiguous()
+    quantized, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
     y = torch._scaled_mm(
         quantized,
         weight_ON.T,
-        scale_a=scale_R1,
+        scale_a=scale,
         scale_b=scale_1O,
         out_dtype=torch.bfloat16,
         # exact sums by rows are several times slower on Hopper
@@ -122,19 +107,18 @@ def fp8_linear(
     return y if bias is None else y + bias
 
 
-def quantize(x_RN: Tensor, *, by_rows: bool) -> tuple[Tensor, Tensor]:
-    """Return e4m3 [R, N] and float32 scales, with x = quantized × scale.
+def quantize_rows(x_RN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return e4m3 [R, N] and float32 scales [R, 1], with x = quantized × scale.
 
-    Scales are [R, 1] by rows, else [1, 1]. The largest magnitude of what shares a scale becomes
-    more than half of e4m3's largest. As torchao computes it.
+    A row's largest magnitude becomes more than half of e4m3's largest. As torchao computes it.
     """
     x = x_RN.float()
-    magnitude = x.abs().amax(-1 if by_rows else (0, 1), keepdim=True)
-    # at least 1e-12, so that nothing is divided by zero where all are zeros
-    factor = torch.exp2(torch.floor(torch.log2(LARGEST / magnitude.clamp_min(1e-12))))
+    # at least 1e-12, so that nothing is divided by zero for a row of zeros
+    ratio_R1 = LARGEST / x.abs().amax(-1, keepdim=True).clamp_min(1e-12)
+    factor_R1 = torch.exp2(torch.floor(torch.log2(ratio_R1)))
     # e4m3 has no infinity: what a rounded product has beyond the largest number would become NaN
-    quantized = (x * factor).clamp_(-LARGEST, LARGEST).to(FP8)
-    return quantized, factor.reciprocal()
+    quantized = (x * factor_R1).clamp_(-LARGEST, LARGEST).to(FP8)
+    return quantized, factor_R1.reciprocal()
 
 
 def _check(name: str, weight: Tensor) -> None:

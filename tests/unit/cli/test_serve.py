@@ -98,7 +98,7 @@ def test_the_host_is_the_address_towards_the_trainer(served, config, monkeypatch
     ("arguments", "told"),
     [
         (["--tp", "2"], "--tp 2 beside a config, which has rollout.tp; give rollout.tp=… instead"),
-        (["--fp8", "rowwise"], "--fp8 rowwise beside a config, which has rollout.fp8"),
+        (["--fp8"], "--fp8 True beside a config, which has rollout.fp8"),
         (["model.dtype=float16"], "model.dtype='float16' is not one of float32, bfloat16"),
         (["rollout.registry=''"], "rollout.mode=separate needs rollout.registry"),
         (["rollout.tpp=2"], "unknown key rollout.tpp; did you mean rollout.tp?"),

@@ -21,7 +21,7 @@ from megadiff.engines.fp8 import (
     scaling_config,
 )
 from megadiff.models.registry import build_adapter
-from megadiff.rollout.worker.fp8 import fp8_linear, quantize
+from megadiff.rollout.worker.fp8 import fp8_linear, quantize_rows
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,9 +46,8 @@ def test_trainer_and_replica_multiply_the_same_numbers(scaling: str) -> None:
     x_BLC *= torch.logspace(-1, 1, 5)[:, None].bfloat16()  # tokens of unlike sizes
 
     config = scaling_config(scaling, emulate=False)
-    by_rows = scaling == "rowwise"
-    weight_ON, scale_O1 = quantize(linear.weight.detach(), by_rows=by_rows)
-    input_RN, scale_R1 = quantize(x_BLC.flatten(0, 1), by_rows=by_rows)
+    weight_ON, scale_O1 = quantize_rows(linear.weight.detach())
+    input_RN, scale_R1 = quantize_rows(x_BLC.flatten(0, 1))
     for tensor, replicas in (
         (linear.weight.detach(), weight_ON.float() * scale_O1),
         (x_BLC.flatten(0, 1), input_RN.float() * scale_R1),

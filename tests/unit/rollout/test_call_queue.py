@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from statistics import fmean
 
 import pytest
 from bench_balance import (
@@ -15,6 +16,7 @@ from bench_balance import (
     fluid_s,
     make_calls,
     queue_s,
+    shared_ratios,
     whole_calls_s,
 )
 
@@ -154,6 +156,14 @@ def test_slow_replicas_hold_nobody_up(seed: int, per_replica: int) -> None:
     assert seconds <= 1.01 * whole_calls_s(rates, num_calls)
     assert seconds <= (1.15 if per_replica >= 4 else 1.3) * ideal_s
     assert seconds < 0.75 * fewest_calls_s(rates, num_calls)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_ranks_that_share_equal_replicas_give_each_as_many_calls(num_ranks: int) -> None:
+    """A wait behind other ranks' calls is not a replica's slowness; taken for it, shares differ."""
+    ratios = [fmean(shared_ratios(num_ranks, 8, seed=seed)) for seed in range(5)]
+    blind = [fmean(shared_ratios(num_ranks, 8, seed=seed, counts_waits=True)) for seed in range(5)]
+    assert max(ratios) < 1.02 < 1.04 < fmean(blind)
 
 
 def test_the_bound_of_whole_calls_is_the_least_of_all_schedules() -> None:

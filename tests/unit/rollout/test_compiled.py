@@ -14,7 +14,6 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
 from vllm_omni.diffusion.layers.rope import RotaryEmbedding, RotaryEmbeddingWan
 
-from megadiff.process import reductions
 from megadiff.rollout.worker import compiled as worker_compiled
 from megadiff.rollout.worker.compiled import FIXED_SIZES, fix_sizes, fuse_rotary, tune_blocks
 
@@ -179,7 +178,7 @@ def test_a_blocks_rows_are_read_once_where_they_fit(monkeypatch, hint, size, is_
     """By a rule that all replicas share; what is no block's stays torch's."""
     stock = InductorChoices.should_use_persistent_reduction
     monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", stock)
-    monkeypatch.setattr(reductions, "_stock_choice", lambda *_: "stock")
+    monkeypatch.setattr(worker_compiled, "_stock_choice", lambda *_: "stock")
     tune_blocks(nn.ModuleList(), num_rows=lambda: 0)
     features = SimpleNamespace(reduction_numel=sympy.Integer(size), get_reduction_hint=lambda: hint)
     choose = InductorChoices().should_use_persistent_reduction

@@ -79,6 +79,7 @@ class EchoReplica:
     """Answers each request with itself, and keeps what it was asked."""
 
     name: str
+    waits_s: float = 0.0  # of each call, behind those of other ranks
     asked: list[list[RolloutRequest]] = field(default_factory=list)
 
     @property
@@ -86,7 +87,12 @@ class EchoReplica:
         return f"http://{self.name}"
 
     def draw(self, requests: list[RolloutRequest]) -> Drawn:
-        return Drawn(groups=self.generate_batch(requests), engine_s=1.0, outstanding=0)
+        return Drawn(
+            groups=self.generate_batch(requests),
+            engine_s=1.0 + self.waits_s,
+            queue_s=self.waits_s,
+            outstanding=0,
+        )
 
     def generate_batch(self, requests: list[RolloutRequest]) -> list[RolloutRequest]:
         self.asked.append(requests)
@@ -115,6 +121,17 @@ def test_groups_come_under_their_index() -> None:
     assert all(group is requests[index] for index, group in arrived)
     asked = sorted((call[0].prompt.id, len(call)) for replica in replicas for call in replica.asked)
     assert [count for _, count in asked] == [3, 3, 3, 1]
+
+
+def test_a_replica_that_others_use_is_not_slow() -> None:
+    requests = [make_request(place, 2) for place in range(4)]
+    replicas = [EchoReplica("a"), EchoReplica("b", waits_s=8.0)]
+    with Fleet(replicas, batch_size=2) as fleet:
+        list(fleet.generate(requests))
+        for replica in replicas:
+            replica.asked.clear()
+        list(fleet.generate(requests))
+    assert [len(replica.asked) for replica in replicas] == [2, 2]
 
 
 def test_prompts_of_similar_length_go_together_whatever_their_order() -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from megadiff.rollout.worker.fp8 import Fp8Linears, fp8_linear, quantize
+from megadiff.rollout.worker.fp8 import Fp8Linears, fp8_linear, quantize_rows
 
 
 def test_rows_are_scaled_to_their_largest_magnitude() -> None:
     x_RN = torch.tensor([[0.0, 0.0], [1.0, -3.0], [1e-3, 2e-3], [1e30, -1e30]])
-    quantized, scale_R1 = quantize(x_RN, by_rows=True)
+    quantized, scale_R1 = quantize_rows(x_RN)
     assert torch.equal(quantized.float().abs().amax(-1), torch.tensor([0.0, 384.0, 256.0, 416.0]))
     mantissa, _ = torch.frexp(scale_R1)
     assert torch.equal(mantissa, torch.full((4, 1), 0.5)), "a power of two"
@@ -28,9 +28,9 @@ def test_products_are_those_of_the_rounded_numbers() -> None:
     x = (torch.randn(2, 3, 64, generator=generator) * size).bfloat16()
     weight_ON = torch.randn(96, 64, generator=generator).bfloat16()
     bias = torch.randn(96, generator=generator).bfloat16()
-    quantized, scale_O1 = quantize(weight_ON, by_rows=True)
+    quantized, scale_O1 = quantize_rows(weight_ON)
     y = fp8_linear(x, quantized, scale_O1.T.contiguous())
-    rounded, scale_R1 = quantize(x.reshape(6, 64), by_rows=True)
+    rounded, scale_R1 = quantize_rows(x.reshape(6, 64))
     expected = (rounded.float() * scale_R1) @ (quantized.float() * scale_O1).T
     torch.testing.assert_close(y.float().reshape(6, 96), expected, rtol=2**-7, atol=1e-5)
     exact = x.float() @ weight_ON.float().T
@@ -39,19 +39,9 @@ def test_products_are_those_of_the_rounded_numbers() -> None:
     assert torch.equal(fp8_linear(x, quantized, scale_O1.T.contiguous(), bias), y + bias)
 
 
-def test_a_tensors_one_scale_is_that_of_its_largest_row() -> None:
-    x_RN = torch.tensor([[1.0, -3.0], [24.0, 2e-3]])
-    quantized, scale = quantize(x_RN, by_rows=False)
-    _, scale_R1 = quantize(x_RN, by_rows=True)
-    assert scale.shape == (1, 1) and scale == scale_R1.amax()
-    torch.testing.assert_close(quantized.float() * scale, x_RN, rtol=2**-4, atol=0)
-
-
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_copies_follow_the_weights_when_told(scaling: str) -> None:
+def test_copies_follow_the_weights_when_told() -> None:
     layer = nn.Linear(32, 48, dtype=torch.bfloat16)
-    linears = Fp8Linears({"a": layer}, scaling=scaling)
-    assert layer.fp8_scale.shape == (1, 48 if scaling == "rowwise" else 1)
+    linears = Fp8Linears({"a": layer})
     x = torch.randn(5, 32, dtype=torch.bfloat16)
     before = layer.quant_method.apply(layer, x, layer.bias)
     with torch.no_grad():
@@ -77,7 +67,7 @@ def test_copies_in_place_of_weights() -> None:
     layers = {name: nn.Linear(32, 48, dtype=torch.bfloat16) for name in "ab"}
     pushed = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     x, first = torch.randn(5, 32, dtype=torch.bfloat16), layers["a"]
-    expected = fp8_linear(x, *_transposed(quantize(first.weight.detach(), by_rows=True)))
+    expected = fp8_linear(x, *_transposed(quantize_rows(first.weight.detach())))
     whole, copied = [2 * 32 * 48, 0, 0], [0, 32 * 48, 4 * 48]
     linears = Fp8Linears(layers, in_place=True)
     for sleeps in (True, False):
@@ -118,12 +108,12 @@ def test_a_refresh_that_broke_off_is_made_up_for(monkeypatch: pytest.MonkeyPatch
     before = {name: layer.quant_method.apply(layer, x) for name, layer in layers.items()}
     outcomes = iter([True, False])
 
-    def failing(weight: torch.Tensor, *, by_rows: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not next(outcomes, True):
             raise torch.OutOfMemoryError("full")
-        return quantize(weight, by_rows=by_rows)
+        return quantize_rows(weight)
 
-    monkeypatch.setattr("megadiff.rollout.worker.fp8.quantize", failing)
+    monkeypatch.setattr("megadiff.rollout.worker.fp8.quantize_rows", quantize)
     linears.make_room()
     _fill(layers, pushed)
     with pytest.raises(torch.OutOfMemoryError):

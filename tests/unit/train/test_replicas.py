@@ -96,32 +96,23 @@ def test_fp8_weights_take_the_place_of_others_where_every_push_brings_all(fp8, s
     config.rollout.fp8 = fp8
     config.rollout.sleep = sleep
     spec = replica_spec(config, MESH, Path("run"), name="a")
-    assert spec.fp8 == ("rowwise" if fp8 else "none")
+    assert spec.fp8 == fp8
     assert spec.fp8_in_place == (fp8 and sleep == "always")
-
-
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_replicas_scale_as_their_trainer(scaling):
-    """Then both have the same kernels on a GPU, which sum in the same order."""
-    config = _config(1)
-    config.rollout.fp8 = True
-    config.engine.fp8 = scaling
-    assert replica_spec(config, MESH, Path("run"), name="a").fp8 == scaling
 
 
 @pytest.mark.parametrize(
     ("arithmetic", "told"),
     [
         (
-            {"dtype": "bfloat16", "fp8": "rowwise", "float32_streams": False},
-            "has fp8=rowwise, the run needs none .*start it with --fp8 none",
+            {"dtype": "bfloat16", "fp8": True, "float32_streams": False},
+            "has fp8=True, the run rollout.fp8=False; start it without --fp8, or set",
         ),
         (
-            {"dtype": "bfloat16", "fp8": "none", "float32_streams": True},
+            {"dtype": "bfloat16", "fp8": False, "float32_streams": True},
             "start it without --float32-streams, or set model.float32_streams=true",
         ),
         (
-            {"dtype": "float32", "fp8": "none", "float32_streams": False},
+            {"dtype": "float32", "fp8": False, "float32_streams": False},
             "in float32, the run has model.dtype=bfloat16; restart it with --dtype bfloat16, or",
         ),
         (None, "runs megadiff that it does not tell, and the run began with megadiff 1; start"),
@@ -137,14 +128,14 @@ def test_replicas_that_compute_otherwise_are_refused(arithmetic, told):
     }
     with pytest.raises(ValueError, match=told):
         check_arithmetic(replica, _config(1), code=CODE)
-    alike = {"code": CODE, "dtype": "bfloat16", "fp8": "none", "float32_streams": False}
+    alike = {"code": CODE, "dtype": "bfloat16", "fp8": False, "float32_streams": False}
     check_arithmetic(replica | {"health": {"arithmetic": alike}}, _config(1), code=CODE)
 
 
 def test_a_separate_replica_may_have_another_torch_but_no_other_megadiff():
     config = _config(1)
     config.rollout.mode = "separate"
-    arithmetic = {"dtype": "bfloat16", "fp8": "none", "float32_streams": False}
+    arithmetic = {"dtype": "bfloat16", "fp8": False, "float32_streams": False}
     for megadiff, is_refused in (("1", False), ("7", True)):
         code = {"megadiff": megadiff, "torch": "7"}
         health = {"arithmetic": arithmetic | {"code": code}}
