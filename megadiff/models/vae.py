@@ -50,7 +50,7 @@ def decode_latents(vae: Any, latents_NCFHW: Tensor, *, num_rows: int) -> Tensor:
         pixels = to_uint8(decoded).permute(0, 2, 3, 4, 1).contiguous()
         # To the CPU as they come: pixels of long videos take memory, too. Into pinned memory, for
         # which the host does not wait: it starts the next rows.
-        rows.append(torch.empty_like(pixels, device="cpu", pin_memory=on_gpu))
+        rows.append(torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=on_gpu))
         rows[-1].copy_(pixels, non_blocking=True)
     if on_gpu:
         torch.cuda.current_stream(latents_NCFHW.device).synchronize()

@@ -45,7 +45,7 @@ class WanAdapter(GuidedFamily):
         "Wan2.1 T2V, 1.3 B and 14 B": "",
         "Wan2.2 TI2V-5B": "1 and 2 × H200",
         "Wan2.2 TI2V-5B, [from a first frame](docs/video.md#image-to-video)": "",
-        "Wan2.2 T2V-A14B, two experts": "2 × H200, LoRA, [one step](docs/performance.md#video)",
+        "Wan2.2 T2V-A14B, two experts": "2 × H200, LoRA, [both experts](docs/performance.md#video)",
     }
     text_width_key = "text_dim"
     other_sizes = ("in_channels", "out_channels", "ffn_dim", "text_dim")
