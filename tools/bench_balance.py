@@ -16,8 +16,8 @@ The fluid bound cuts work to any size: samples over the sum of all speeds. With 
 no schedule reaches it, as a call is never cut: its composition decides float rounding.
 
 With --ranks as many equally fast replicas are shared by so many ranks, each of which gives out its
-own calls. Then the figures are of steps after the first: as it is, and as it would be if a rank
-took the wait behind other ranks' calls for slowness.
+own calls: the largest of --calls. --replicas and --spread do not count then. The figures are of
+steps after the first: as it is, and as if a rank took the wait behind others' calls for slowness.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 import torch._functorch.config
-from bench_machine import visible_gpus, with_default
+from bench_machine import is_override, visible_gpus, with_default
 from torch import Tensor, nn
 
 from megadiff.algorithms import build_algorithm
@@ -86,8 +86,9 @@ def main(argv: list[str]) -> int:
 
 def settings(configs: list[str], arguments: list[str], *, num_layers: int) -> str:
     """Return the key of stored ratios: what was measured, and on what. Folders do not count."""
-    names = [Path(config).name for config in configs]
-    kept = [text for text in arguments if not text.startswith("model.path=")]
+    names = [Path(config).name for config in configs if not is_override(config)]
+    overrides = [*filter(is_override, configs), *arguments]
+    kept = [text for text in overrides if not text.startswith("model.path=")]
     return " · ".join([_gpu(), *names, f"{num_layers} blocks", *kept])
 
 

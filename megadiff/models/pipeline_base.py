@@ -118,6 +118,11 @@ class RolloutPipelineMixin:
         """Encode as the adapter's prompt_encoder does, by the pipeline's own networks."""
         return self.adapter.encode(self, texts, images)
 
+    def drop_prepared(self) -> None:
+        """Forget the inputs of a call that waits, before weights change or go."""
+        if self.next_call:
+            self.next_call.drop()
+
     def policy_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield all parameters; those of the policy under their component's name."""
         return self.named_parameters()  # type: ignore[attr-defined]  # a torch module

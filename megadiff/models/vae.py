@@ -15,6 +15,8 @@ from torch import Tensor
 from megadiff.models.packing import pack
 from megadiff.types import ImageSize
 
+PINNED_BYTES = 2**26  # of pixels: 85 images of 512²
+
 
 @torch.no_grad()
 def encode_pixels(vae: Any, pixels_BFHWC: Tensor) -> Tensor:
@@ -48,9 +50,10 @@ def decode_latents(vae: Any, latents_NCFHW: Tensor, *, num_rows: int) -> Tensor:
             vae, latents_BCFHW, lambda latents: vae.decode(latents, return_dict=False)[0]
         )
         pixels = to_uint8(decoded).permute(0, 2, 3, 4, 1).contiguous()
-        # To the CPU as they come: pixels of long videos take memory, too. Into pinned memory, for
-        # which the host does not wait: it starts the next rows.
-        rows.append(torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=on_gpu))
+        # To the CPU as they come: pixels of long videos take memory, too. The host does not wait for
+        # pinned memory, but starts the next rows. torch never gives it back: for few bytes only.
+        is_pinned = on_gpu and pixels.nbytes <= PINNED_BYTES
+        rows.append(torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=is_pinned))
         rows[-1].copy_(pixels, non_blocking=True)
     if on_gpu:
         torch.cuda.current_stream(latents_NCFHW.device).synchronize()

@@ -8,6 +8,7 @@ waits, and its worker reads it.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from megadiff.models.pipeline_base import CallInputs
 from megadiff.rollout.wire import requests_from_json, requests_to_json
 from megadiff.types import RolloutRequest
 
+logger = logging.getLogger(__name__)
 NEXT_NAME = "next.json"  # of the file, beside those that stop a request
 POLL_S = 0.002
 
@@ -103,10 +105,22 @@ class NextCall:
         if not requests or requests[0].sampling.images:
             return
 
-        # What is wrong with that call is told when its turn comes, and harms no other.
-        with suppress(Exception), torch.cuda.stream(self._stream):
-            self._inputs = make_inputs(requests)
-            self._requests = requests
+        try:
+            with torch.cuda.stream(self._stream):
+                self._inputs = make_inputs(requests)
+                self._requests = requests
+        except ValueError:
+            pass  # what is wrong with that call is told when its turn comes
+        # the call that is drawn now is not to blame
+        except Exception:
+            logger.warning("the next call could not be prepared meanwhile", exc_info=True)
+
+    def drop(self) -> None:
+        """Forget what is prepared, before weights change or go."""
+        self._requests = []
+        self._inputs = None
+        if self._stream:
+            self._stream.synchronize()
 
     def _waiting(self, current: Sequence[RolloutRequest]) -> list[RolloutRequest]:
         """Return the requests that the file names, and wait for it while the GPU is busy."""

@@ -30,6 +30,7 @@ POLL_S = 0.2
 LIMITS = Limits()
 MAX_THREADS = 2048  # they are started as calls need them
 HEALTH_TRIALS = 3
+LEAST_CALL_S = 1e-3  # the wait is measured from outside, and may take in some of the drawing
 NOT_CURRENT = 409  # the status of a replica that holds other weights
 # The caller's mistakes, which every replica would answer alike. So may whatever has its address.
 REFUSALS = (400, 401, 404, 413)
@@ -182,7 +183,7 @@ class Fleet(AbstractContextManager["Fleet"]):
             call,
             client.name,
             # without its wait behind others, or the replica that answers last would look slowest
-            seconds=drawn.engine_s - drawn.queue_s,
+            seconds=max(drawn.engine_s - drawn.queue_s, LEAST_CALL_S),
             outstanding=drawn.outstanding,
             now_s=time.monotonic(),
         )

@@ -174,6 +174,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         Joins the trainer's group where the transport has one.
         """
         self._compiling.end()
+        self._pipeline.drop_prepared()
         self._fp8.make_room()
         if self._freed is not None:
             self._freed.take_back()
@@ -205,6 +206,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         """
         if self._freed is not None:
             return
+        self._pipeline.drop_prepared()
         if self._parked is None:
             self._parked = ParkedWeights(self._parameters(pushed=False).values())
         self._parked.park()

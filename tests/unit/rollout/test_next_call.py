@@ -98,6 +98,31 @@ def test_a_call_that_cannot_be_prepared_harms_no_other(calls: WaitingCalls, file
     ahead.prepare(drawn, _inputs)
 
 
+def test_what_fails_in_preparing_is_logged_and_harms_no_other(
+    calls: WaitingCalls, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(requests: Sequence[RolloutRequest]) -> CallInputs:
+        raise RuntimeError("out of registers")
+
+    drawn, after = (_request("a"),), (_request("b"),)
+    ahead = NextCall(file.parent, torch.device("cpu"))
+    with calls.waiting(drawn), calls.waiting(after):
+        ahead.prepare(drawn, broken)
+    assert ahead.take(after) is None
+    assert "out of registers" in caplog.text
+
+
+def test_what_is_prepared_is_forgotten_before_weights_change(
+    calls: WaitingCalls, file: Path
+) -> None:
+    drawn, after = (_request("a"),), (_request("b"),)
+    ahead = NextCall(file.parent, torch.device("cpu"))
+    with calls.waiting(drawn), calls.waiting(after):
+        ahead.prepare(drawn, _inputs)
+    ahead.drop()
+    assert ahead.take(after) is None
+
+
 def test_given_images_are_not_prepared(calls: WaitingCalls, file: Path) -> None:
     sampling = replace(SAMPLING, images=((1, 1),))
     edit = (_request("b", sampling=sampling, images=(b"abc",)),)
