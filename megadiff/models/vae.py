@@ -50,8 +50,8 @@ def decode_latents(vae: Any, latents_NCFHW: Tensor, *, num_rows: int) -> Tensor:
             vae, latents_BCFHW, lambda latents: vae.decode(latents, return_dict=False)[0]
         )
         pixels = to_uint8(decoded).permute(0, 2, 3, 4, 1).contiguous()
-        # To the CPU as they come: pixels of long videos take memory, too. The host does not wait for
-        # pinned memory, but starts the next rows. torch never gives it back: for few bytes only.
+        # To the CPU as they come: pixels of long videos take memory, too. The host does not wait
+        # for pinned memory, and starts the next rows. torch never gives it back: few bytes only.
         is_pinned = on_gpu and pixels.nbytes <= PINNED_BYTES
         rows.append(torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=is_pinned))
         rows[-1].copy_(pixels, non_blocking=True)
