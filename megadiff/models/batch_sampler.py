@@ -68,10 +68,7 @@ class BatchSampler:
         if self.sampling.sde_type == "ode":
             self.window_size = 0
 
-        groups = [
-            group_key(seed=request.seed, step=request.step, prompt_id=request.prompt.id)
-            for request in requests
-        ]
+        groups = [_group_key(request) for request in requests]
         starts = [self.num_steps] * len(requests)  # without a window: after the last step
         if self.window_size:
             window_range = self.sampling.sde_window_range
@@ -83,11 +80,8 @@ class BatchSampler:
         self.window_starts_P = torch.tensor(starts)
 
         self.sample_keys: list[str] = []
-        self._initial_keys: list[str] = []
         for group, request in zip(groups, requests, strict=True):
-            keys = sample_keys(group, request.sample_indices)
-            self.sample_keys += keys
-            self._initial_keys += initial_keys(keys, same_noise=self.sampling.same_noise)
+            self.sample_keys += sample_keys(group, request.sample_indices)
         self.step_index = 0
         self.conditioning: Tensors = {}
         self.thoughts: list[str] = []
@@ -112,13 +106,8 @@ class BatchSampler:
         """Spread [P, …], a row for each group, to [N, …], a row for each sample."""
         return value_P[self._group_N.to(value_P.device)]
 
-    def initial_noise(self) -> Tensor:
-        """Draw the noise at sigma 1, [N, L, C] float32 on the host."""
-        keys, index_N = distinct(self._initial_keys)
-        return initial_latents_rows(self.token_shape, keys)[index_N]
-
     def initial_latents(self, noise_NLC: Tensor) -> Tensor:
-        """Return initial_noise() on the device in the storage dtype."""
+        """Return initial noise on the device in the storage dtype."""
         return noise_NLC.to(self.device, self.storage_dtype)
 
     def distinct_rows(self) -> tuple[Tensor, Tensor]:
@@ -222,6 +211,20 @@ class BatchSampler:
             rows_B = rows_B.to(self.device, non_blocking=True)
             offset_B = offset_B.to(self.device, non_blocking=True)
             self._states_NSLC[rows_B, offset_B] = latents_NLC[rows_B]
+
+
+def initial_noise(requests: Sequence[RolloutRequest], token_shape: tuple[int, int]) -> Tensor:
+    """Draw the noise at sigma 1, [N, L, C] float32 on the host; arguments as BatchSampler's."""
+    keys: list[str] = []
+    for request in requests:
+        of_samples = sample_keys(_group_key(request), request.sample_indices)
+        keys += initial_keys(of_samples, same_noise=request.sampling.same_noise)
+    distinct_keys, index_N = distinct(keys)
+    return initial_latents_rows(token_shape, distinct_keys)[index_N]
+
+
+def _group_key(request: RolloutRequest) -> str:
+    return group_key(seed=request.seed, step=request.step, prompt_id=request.prompt.id)
 
 
 def distinct(values: Sequence[T]) -> tuple[list[T], Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.models.adapter import Images, ModelAdapter
-from megadiff.models.batch_sampler import BatchSampler, distinct
+from megadiff.models.batch_sampler import BatchSampler, distinct, initial_noise
 from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.empty_weights import empty_parameters, skip_sources, withheld_parameters
 from megadiff.models.pipeline_stop import Stopped, stop_path
@@ -192,7 +192,12 @@ class RolloutPipelineMixin:
 
         sampling = requests[0].sampling
         inputs = (self.next_call and self.next_call.take(requests)) or self._inputs(requests)
-        sampler = self._sampler(requests, self.device)
+        sampler = BatchSampler(
+            requests,
+            schedule=self.adapter.schedule(sampling),
+            token_shape=self.adapter.latents_shape(sampling),
+            device=self.device,
+        )
         sampler.conditioning = inputs.conditioning
         if sampling.think_tokens:
             thought_conditioning, sampler.thoughts = self.think(requests)
@@ -220,21 +225,12 @@ class RolloutPipelineMixin:
     def _inputs(self, requests: Sequence[RolloutRequest]) -> CallInputs:
         """Return what the call needs before its first step. Raises ValueError for a long text."""
         self._check_lengths(requests)
-        sampler = self._sampler(requests, torch.device("cpu"))
+        token_shape = self.adapter.latents_shape(requests[0].sampling)
         with ThreadPoolExecutor(1, thread_name_prefix="noise") as thread:
             # 1.4 ms a sample of 512² on a core, while another starts the text encoder's kernels
-            noise = thread.submit(sampler.initial_noise)
+            noise = thread.submit(initial_noise, requests, token_shape)
             conditioning = self._encode_texts(requests) | self._encode_images(requests)
         return CallInputs(conditioning=conditioning, noise_NLC=noise.result())
-
-    def _sampler(self, requests: Sequence[RolloutRequest], device: torch.device) -> BatchSampler:
-        sampling = requests[0].sampling
-        return BatchSampler(
-            requests,
-            schedule=self.adapter.schedule(sampling),
-            token_shape=self.adapter.latents_shape(sampling),
-            device=device,
-        )
 
     def _encode_texts(self, requests: Sequence[RolloutRequest]) -> Tensors:
         """Encode each distinct text once. Returns the groups' conditioning, [P, …] by name.

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megadiff.models.pipeline_base import CallInputs
 from megadiff.rollout.wire import requests_from_json, requests_to_json
@@ -52,6 +51,7 @@ class WaitingCalls:
         """Write the call behind the first one, for NextCall.prepare()."""
         # a full disk is told of elsewhere; without the file a call takes a little longer
         with suppress(OSError):
+            # given images take the VAE, which is no small kernel
             if len(self._calls) < 2 or self._calls[1][0].images:
                 self._file.unlink(missing_ok=True)
                 return
@@ -69,18 +69,19 @@ class NextCall:
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._file = folder / NEXT_NAME
         self._device = device
-        self._requests: list[RolloutRequest] = []
-        self._inputs: CallInputs | None = None
+        self._prepared: tuple[list[RolloutRequest], CallInputs] | None = None
         # The host waits for this stream where it copies a text's tokens, not for the drawing one.
         # Its kernels are small and come first.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def take(self, requests: Sequence[RolloutRequest]) -> CallInputs | None:
         """Return the inputs of these requests if they are what was prepared; drop any others."""
-        inputs = self._inputs if self._requests == list(requests) else None
-        self._requests = []
-        self._inputs = None
-        if inputs and self._stream:
+        prepared = self._prepared
+        self._prepared = None
+        if prepared is None or prepared[0] != list(requests):
+            return None
+        inputs = prepared[1]
+        if self._stream:
             drawing = torch.cuda.current_stream(self._device)
             drawing.wait_stream(self._stream)
             for tensor in inputs.conditioning.values():
@@ -97,18 +98,13 @@ class NextCall:
 
         current: what the GPU draws now.
         """
-        # workers of one replica would have to agree on what they prepare
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            return
         requests = self._waiting(current)
-        # given images take the VAE, which is no small kernel
-        if not requests or requests[0].sampling.images:
+        if not requests:
             return
 
         try:
             with torch.cuda.stream(self._stream):
-                self._inputs = make_inputs(requests)
-                self._requests = requests
+                self._prepared = (requests, make_inputs(requests))
         except ValueError:
             pass  # what is wrong with that call is told when its turn comes
         # the call that is drawn now is not to blame
@@ -117,8 +113,7 @@ class NextCall:
 
     def drop(self) -> None:
         """Forget what is prepared, before weights change or go."""
-        self._requests = []
-        self._inputs = None
+        self._prepared = None
         if self._stream:
             self._stream.synchronize()
 

@@ -120,7 +120,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             self.trim()
 
         folder = custom_pipeline_args.get("private_folder")
-        if folder and self._pipeline.prepares_ahead:
+        # workers of one replica would have to agree on what they prepare
+        if folder and self._pipeline.prepares_ahead and dist.get_world_size() == 1:
             self._pipeline.next_call = NextCall(Path(folder), self._pipeline.device)
         freeze_startup_objects()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megadiff.diffusion import sde
 from megadiff.diffusion.noise import group_key, initial_latents_rows, sample_keys
-from megadiff.models.batch_sampler import BatchSampler, split_groups
+from megadiff.models.batch_sampler import BatchSampler, initial_noise, split_groups
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 
 SHAPE, STEPS = (6, 4), 7
@@ -47,7 +47,7 @@ def draw(
         "prompt_embeds": mask_PT[..., None] * torch.ones(3),
         "prompt_mask": mask_PT,
     }
-    latents_NLC = sampler.initial_latents(sampler.initial_noise())
+    latents_NLC = sampler.initial_latents(initial_noise(sampler.requests, SHAPE))
     for _ in range(STEPS):
         rows_B, index_N = sampler.distinct_rows()
         if not shares:
@@ -231,7 +231,7 @@ def solve(schedule: Tensor, solver: str) -> tuple[Tensor, Tensor]:
         token_shape=SHAPE,
         device=torch.device("cpu"),
     )
-    noise_NLC = sampler.initial_latents(sampler.initial_noise())
+    noise_NLC = sampler.initial_latents(initial_noise(sampler.requests, SHAPE))
     latents_NLC = noise_NLC
     for sigma in schedule[:-1]:
         latents_NLC = sampler.step(gaussian_velocity(latents_NLC, sigma), latents_NLC)
