@@ -27,6 +27,7 @@ STRAGGLER_S=600       # for all nodes to end, once the first one is done
 REPLICAS_GONE_S=${REPLICAS_GONE_S:-30} # for the trainer to notice by itself, and to save
 UNSEEN_S=10           # for a new file to be seen on all nodes: NFS asks the server late
 LISTED_S=60           # the same, in a list of a folder
+ANSWER_S=60           # for a controller that is busy, or starts again
 
 asked_s='' folder='' end_s='' limit_s=''
 # torchrun would die of USR1 and leave its ranks behind. So the trainer looks for a file, where a
@@ -49,14 +50,26 @@ ask_to_stop() {
   fi
 }
 
-# end_s, limit_s: seconds until Slurm ends this job, and until its time limit. A preempted one ends
-# sooner. Both are large where the controller does not answer.
+# COMMAND …: runs it until Slurm's controller answers, ANSWER_S long. Its code is the command's.
+patiently() {
+  local since=$SECONDS
+  until "$@" 2>/dev/null; do
+    if ((SECONDS - since >= ANSWER_S)); then
+      "$@" # once more, to show its error
+      return
+    fi
+    sleep 2
+  done
+}
+
+# [patiently]: sets Slurm's state of this job and end_s and limit_s, the seconds until Slurm ends it
+# and until its time limit. A preempted one ends sooner. Both are large where Slurm does not answer.
 look_at_clock() {
-  local end='' left='' state='' days hours
-  end_s=9999999999 limit_s=9999999999
+  local end='' left='' days hours
+  state='' end_s=9999999999 limit_s=9999999999
   # Not a process substitution: in a trap that would change $!.
-  read -r state end left <<<"$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %e %L' \
-    2>/dev/null)" || true
+  read -r state end left <<<"$("$@" squeue --noheader --jobs="$SLURM_JOB_ID" \
+    --format='%T %e %L')" || true
   # One that was cancelled ends at once, and for good.
   if [[ $state == RUNNING ]] && end=$(date -d "$end" +%s 2>/dev/null); then
     end_s=$((end - $(date +%s)))
@@ -306,10 +319,10 @@ fi
 # Only where this attempt came further: a wrong config, or a step longer than the time limit, would
 # be queued for ever. One that was preempted, or asked long before its limit, has no fault of its own.
 again=''
-look_at_clock
 if [[ -e $folder/stopped && ! $asked_s ]]; then
   echo "job $attempt: not queued again, as somebody made $folder/stop"
 elif ((code)) || [[ -e $folder/stopped ]]; then
+  look_at_clock patiently # one missed answer would take a preempted job for a broken one
   if [[ $(newest) != "$before" ]]; then
     again=yes
   elif ((end_s + 60 < limit_s)); then
@@ -318,15 +331,21 @@ elif ((code)) || [[ -e $folder/stopped ]]; then
   elif [[ -e $folder/stopped ]] && ((limit_s > 2 * STOP_S)); then
     again=yes
   else
-    echo "job $attempt: not queued again, as it saved no step since its start"
+    echo "job $attempt: not queued again, as it saved no step since its start and was not preempted" \
+      "(Slurm's state of it: ${state:-unknown})"
   fi
 fi
-# Another one, where this node's slurmd is gone: Slurm could not end this script.
-current=$(scontrol show job "$SLURM_JOB_ID" | grep -o 'Restarts=[0-9]*' || true)
-if [[ $again && $current && $current != "Restarts=${SLURM_RESTART_COUNT:-0}" ]]; then
-  echo "job $attempt: runs elsewhere by now"
-elif [[ $again ]]; then
-  echo "job $attempt: queued again"
-  scontrol requeue "$SLURM_JOB_ID" || true # sbatch --no-requeue: one attempt only
+if [[ $again ]]; then
+  slurms_job=$(patiently scontrol show job "$SLURM_JOB_ID") || slurms_job=''
+  restarts=$(grep -o 'Restarts=[0-9]*' <<<"$slurms_job" || true)
+  # Another one, where this node's slurmd is gone: Slurm could not end this script.
+  if [[ $restarts && $restarts != "Restarts=${SLURM_RESTART_COUNT:-0}" ]]; then
+    echo "job $attempt: runs elsewhere by now"
+  elif [[ $slurms_job == *Requeue=0* ]]; then
+    echo "job $attempt: not queued again, as sbatch --no-requeue allows one attempt only"
+  else
+    echo "job $attempt: queued again"
+    patiently scontrol requeue "$SLURM_JOB_ID" || true
+  fi
 fi
 exit "$code"

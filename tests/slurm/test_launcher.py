@@ -75,13 +75,22 @@ def test_all_gpus_of_the_nodes_are_used_however_they_are_asked_for(submit_stub):
 
 
 def test_a_preempted_job_goes_on_though_it_has_saved_nothing(submit_stub):
-    """Its time limit is far away; Slurm ends its steps and gives it 30 s."""
+    """Its time limit is far away; Slurm ends its steps and gives it 30 s.
+
+    The controller does not answer the first question, as a busy one may not.
+    """
+    squeue = submit_stub.repository / ".venv/bin/squeue"
+    asked = submit_stub.folder / "asked"
+    squeue.write_text(f'#!/bin/sh\nmkdir {asked} 2>/dev/null && exit 1\nexec /usr/bin/squeue "$@"\n')
+    squeue.chmod(0o755)
     run = submit_stub("preempted", "step_s=4", "steps=1", sbatch=GPUS)
     run.wait_for_log(f"job {run.job.number}.0: ", s=20)
     wait_for(lambda: "trainer" in run.job.steps(), what="the trainer's step")
     urgent = ("--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=true")
     run.job.cluster.login("sbatch", *TWO, *urgent)
     run.wait_for_log(f"job {run.job.number}.0: preempted", s=40)
+    assert asked.exists()
+    squeue.unlink()
     run.ends("COMPLETED", s=60)
 
 
@@ -146,11 +155,15 @@ def test_nodes_that_lose_their_power(submit_stub):
 
 def test_a_killed_step_is_started_again_as_it_had_saved(submit_stub):
     run = submit_stub("step", sbatch=TWO)
-    run.wait_for_checkpoint(2, s=30)
-    steps = run.job.steps()
-    run.job.cluster.login("scancel", "--signal=KILL", steps["trainer"])
+    once = submit_stub("once", sbatch=(*TWO, "--no-requeue"))
+    for each in (run, once):
+        each.wait_for_checkpoint(2, s=30)
+        steps = each.job.steps()
+        each.job.cluster.login("scancel", "--signal=KILL", steps["trainer"])
     run.wait_for_log(f"job {run.job.number}.1: ", s=40)
     run.ends("COMPLETED", s=40)
+    once.ends("FAILED", s=40)
+    assert "not queued again, as sbatch --no-requeue allows one" in once.log.read_text()
 
 
 def test_a_run_that_fails_before_its_first_save_is_not_queued_again(submit_stub):
