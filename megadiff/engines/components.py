@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megadiff.config.schema import Config
-from megadiff.engines.base import Buckets, Loss
+from megadiff.engines.base import Buckets, Loss, NonFiniteError
 from megadiff.engines.gate import StepGate
 from megadiff.engines.lora import check_lora, lora_values
 from megadiff.engines.microbatch import Batch, ComponentRows, component_rows, cut_rows
@@ -96,7 +96,7 @@ class ComponentsEngine:
         """Update the trained components in turn. Return global figures.
 
         Raises NonFiniteError on every rank when a component's loss or gradient is not finite. Its
-        weights, and those of the components after it, were left as they were.
+        weights were left as they were; the other components have made their steps.
         """
         rows = self._component_rows(batch)
         # 1 instead of 0: without a weighted row all sums are 0, whatever divides them
@@ -105,6 +105,7 @@ class ComponentsEngine:
         rates = {component: self.members[component].learning_rate for component in self._trained}
 
         steps: dict[str, Step] = {}
+        failed: dict[str, NonFiniteError] = {}
         for component in self._trained:
             member = self.members[component]
             num_pairs = rows[component].num_pairs
@@ -122,10 +123,19 @@ class ComponentsEngine:
                 denominator = max(num_pairs, 1.0)
             else:
                 denominator = shared_denominator
-            steps[component] = member.update(batch, loss, rows[component], denominator=denominator)
-            self.changed.add(component)
+            try:
+                steps[component] = member.update(
+                    batch, loss, rows[component], denominator=denominator
+                )
+            except NonFiniteError as error:
+                failed[component] = error
+            else:
+                self.changed.add(component)
 
         self._offload_idle(waits=False)
+        if failed:
+            # after all of them: what is stepped over must not depend on the components' order
+            raise self._joined(failed)
         return self._sums(steps, shared_denominator) | self._figures(steps, rows, rates)
 
     def named_weights(
@@ -281,6 +291,13 @@ class ComponentsEngine:
         total = sum(component.num_pairs for component in rows.values())
         trained = sum(rows[name].num_pairs for name in self._trained)
         return trained / total if trained else 1.0
+
+    def _joined(self, failed: dict[str, NonFiniteError]) -> NonFiniteError:
+        """Return one error for the components that made no step; of several it names them."""
+        if len(self.members) == 1:
+            return next(iter(failed.values()))
+        texts = [f"{component}: {error}" for component, error in failed.items()]
+        return NonFiniteError("; ".join(texts))
 
     def _sums(self, steps: dict[str, Step], denominator: float) -> Figures:
         """Return the loss's figures over all ranks and components, means over all pairs."""

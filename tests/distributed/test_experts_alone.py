@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from megadiff.config.schema import AlgorithmConfig
 from megadiff.diffusion import sde
+from megadiff.engines.base import NonFiniteError
 from megadiff.engines.components import ComponentsEngine
 from megadiff.engines.gathering import local
 from megadiff.engines.microbatch import component_rows, microbatches
@@ -44,6 +45,7 @@ def _alone_worker(model: Path, out: Path) -> None:
             _check_frozen(model, batch, out, backend)
             _check_frozen_average(model, batch, out, backend)
             _check_lagging(model, batch, out, backend)
+            _check_not_finite(model, adapter, backend)
             _check_offloaded(model, batch, out, backend)
 
 
@@ -172,6 +174,28 @@ def _check_components(model: Path, batch: TrainBatch) -> None:
     assert figures[f"optim/grad_norm/{LOW}"] == alone.update(batch, LOSS)[f"optim/grad_norm/{LOW}"]
     with pytest.raises(FloatingPointError, match="the weights were left as they were"):
         alone.update(replace(batch, advantages_N=torch.full((8,), torch.nan)), LOSS)
+
+
+def _check_not_finite(model: Path, adapter: WanAdapter, backend: str) -> None:
+    """An expert whose gradient is not finite keeps its weights; the other one makes its step, be it
+    before or after it.
+    """
+    sizes = dict(backend=backend, adapter=WanAdapter(model), lr=1e-2)
+    batch = batch_of(adapter, "apart")  # the first half's rows are the high-noise expert's
+    whole = build(model, {}, **sizes)
+    whole.update(batch, LOSS)
+    for broken, other, index_N in ((HIGH, LOW, slice(0, 4)), (LOW, HIGH, slice(4, 8))):
+        advantages_N = batch.advantages_N.clone()
+        advantages_N[index_N] = torch.nan
+        engine = build(model, {}, **sizes)
+        engine.mark_pushed()
+        before = held(engine, broken)
+        with pytest.raises(NonFiniteError, match=f"^{broken}: gradient norm is nan"):
+            engine.update(replace(batch, advantages_N=advantages_N), LOSS)
+        assert engine.changed == {other} and engine.members[broken].num_updates == 0
+        for component, expected in ((broken, before), (other, held(whole, other))):
+            for name, value in held(engine, component).items():
+                assert torch.equal(value, expected[name]), name
 
 
 def _check_frozen(model: Path, batch: TrainBatch, out: Path, backend: str) -> None:
