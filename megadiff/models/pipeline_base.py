@@ -33,6 +33,7 @@ REQUESTS_KEY = "megadiff_requests"  # in a request's extra_args
 COMPILED_VARIANTS = 64
 RESULT_KEY = "megadiff_batch"  # in an output's metadata
 GPU_BYTES = "gpu_bytes"  # in a result: those that the allocator gave out, those that it keeps
+WAS_PREPARED = "was_prepared"  # in a result: whether its inputs were there before its turn came
 NO_LORA_REQUESTS = (
     "this replica serves the trainer's policy, its LoRA included; send the request without a LoRA "
     "of its own"
@@ -191,7 +192,8 @@ class RolloutPipelineMixin:
         from vllm_omni.diffusion.data import DiffusionOutput
 
         sampling = requests[0].sampling
-        inputs = (self.next_call and self.next_call.take(requests)) or self._inputs(requests)
+        prepared = self.next_call.take(requests) if self.next_call else None
+        inputs = prepared or self._inputs(requests)
         sampler = BatchSampler(
             requests,
             schedule=self.adapter.schedule(sampling),
@@ -214,6 +216,7 @@ class RolloutPipelineMixin:
             self.next_call.prepare(requests, self._inputs)
         pixels_NFHWC = self.adapter.decode(self.vae, latents_NLC, sampling, conditioning)
         result = sampler.result(pixels_NFHWC)
+        result[WAS_PREPARED] = torch.tensor(prepared is not None)
         if self.device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self.device)
             reserved = torch.cuda.memory_reserved(self.device)

@@ -76,6 +76,7 @@ def test_calls_that_wait_draw_what_they_draw_alone(clients: list[ReplicaClient])
     client = clients[0]
     calls = [requests()[place : place + 2] for place in range(4)]
     alone = [client.generate_batch(call) for call in calls]
+    num_prepared = prepared(client)
     with ThreadPoolExecutor(len(calls)) as threads:
         together = list(threads.map(client.generate_batch, calls))
     for one, other in zip(chain(*alone), chain(*together), strict=True):
@@ -83,6 +84,13 @@ def test_calls_that_wait_draw_what_they_draw_alone(clients: list[ReplicaClient])
         assert torch.equal(one.pixels_GFHWC, other.pixels_GFHWC)
         for name, tensor in one.conditioning.items():
             assert torch.equal(tensor, other.conditioning[name])
+    # not of each, where the server hears of a call's end too late
+    assert num_prepared < prepared(client) <= num_prepared + len(calls) - 1
+
+
+def prepared(client: ReplicaClient) -> int:
+    text = httpx.get(f"{client.url}/metrics").text
+    return int(float(text.split("\nmegadiff_calls_prepared_total ")[1].split()[0]))
 
 
 def assert_close(one: RolloutGroup, other: RolloutGroup, *, tolerance: float = 1e-5) -> None:

@@ -17,6 +17,7 @@ class Load:
         self.num_calls = 0  # waiting or in the engine
         self.num_samples = 0  # of these calls
         self.num_drawn = 0  # samples of calls that ended well; who answers a call counts them
+        self.num_prepared = 0  # calls whose texts were encoded before their turn came
         self._busy_s = 0.0
         self._busy_since_s = 0.0
         self._ended_s = 0.0  # when the last call ended

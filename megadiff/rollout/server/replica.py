@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from megadiff.models.batch_sampler import split_groups
-from megadiff.models.pipeline_base import GPU_BYTES, REQUESTS_KEY, RESULT_KEY
+from megadiff.models.pipeline_base import GPU_BYTES, REQUESTS_KEY, RESULT_KEY, WAS_PREPARED
 from megadiff.models.pipeline_stop import STOP_KEY
 from megadiff.models.registry import family_of
 from megadiff.rollout.limits import GROUP_BROKE, Limits
@@ -153,6 +153,7 @@ class Replica:
                 engine_s = time.monotonic() - start_s
                 queue_s = self.load.waited_s(start_s)
             self.load.num_drawn += num_samples
+            self.load.num_prepared += int(result[WAS_PREPARED])
             if GPU_BYTES in result:
                 allocated, reserved = result[GPU_BYTES].tolist()
                 self.gpu_bytes = (allocated, reserved)

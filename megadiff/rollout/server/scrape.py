@@ -50,6 +50,11 @@ class ReplicaCollector(Collector):
             "megadiff_samples_drawn", "Samples of calls that ended well.", value=load.num_drawn
         )
         yield CounterMetricFamily(
+            "megadiff_calls_prepared",
+            "Calls whose texts were encoded while the call before was drawn.",
+            value=load.num_prepared,
+        )
+        yield CounterMetricFamily(
             "megadiff_drawing_seconds", "Seconds with a call in the engine.", value=load.busy_s
         )
 

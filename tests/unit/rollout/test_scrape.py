@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from prometheus_client import REGISTRY, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from megadiff.models.pipeline_base import GPU_BYTES
+from megadiff.models.pipeline_base import GPU_BYTES, WAS_PREPARED
 from megadiff.models.pipeline_stop import ALIVE_NAME
 from megadiff.process.versions import sampling_code
 from megadiff.rollout.limits import OUTSTANDING_HEADER
@@ -37,7 +37,10 @@ class SlowEngine:
     def __init__(self) -> None:
         self.replica: Replica | None = None
         self.waits = threading.Semaphore(0)
-        self.result = {GPU_BYTES: torch.tensor([3 * 2**30, 2**32])}
+        self.result = {
+            GPU_BYTES: torch.tensor([3 * 2**30, 2**32]),
+            WAS_PREPARED: torch.tensor(True),
+        }
 
     def put(self, replica: Replica, app: FastAPI) -> None:
         self.replica = replica
@@ -133,6 +136,7 @@ def test_a_replica_counts_what_runs_and_what_waits(url: str, engine: SlowEngine)
 
     after = scraped(url)
     assert after["megadiff_samples_drawn_total"] == 6
+    assert after["megadiff_calls_prepared_total"] == 2
     assert after["megadiff_samples_outstanding"] == 0
     assert after["megadiff_drawing_seconds_total"] > busy["megadiff_drawing_seconds_total"]
     assert after["megadiff_gpu_allocated_bytes"] == 3 * 2**30
