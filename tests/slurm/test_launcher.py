@@ -81,7 +81,8 @@ def test_a_preempted_job_goes_on_though_it_has_saved_nothing(submit_stub):
     """
     squeue = submit_stub.repository / ".venv/bin/squeue"
     asked = submit_stub.folder / "asked"
-    squeue.write_text(f'#!/bin/sh\nmkdir {asked} 2>/dev/null && exit 1\nexec /usr/bin/squeue "$@"\n')
+    fails_once = f"mkdir {asked} 2>/dev/null && exit 1"
+    squeue.write_text(f'#!/bin/sh\n{fails_once}\nexec /usr/bin/squeue "$@"\n')
     squeue.chmod(0o755)
     run = submit_stub("preempted", "step_s=4", "steps=1", sbatch=GPUS)
     run.wait_for_log(f"job {run.job.number}.0: ", s=20)
