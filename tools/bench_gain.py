@@ -53,6 +53,7 @@ from gain_curves import (
 
 from megadiff.config.load import load_config
 from megadiff.observe.metrics import parse_row, read_rows
+from megadiff.observe.text_files import write_whole
 
 logger = logging.getLogger("bench_gain")
 DEFAULT_CONFIG = "configs/shapes/flowgrpo.yaml"
@@ -298,7 +299,7 @@ def finish(active: Active) -> RunResult:
         alarms=alarms_of(log),
         versions=versions(),
     )
-    write_text(job.result_path, json.dumps(asdict(result)))
+    write_whole(job.result_path, json.dumps(asdict(result)))
     ends = [
         score_text(point.score)
         for point in (result.scored or [None])[:: max(1, len(result.scored) - 1)]
@@ -396,22 +397,14 @@ def write_record(
             for run, found in zip(runs, figures)
         ],
     }
-    write_text(options.out / "gain.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    write_whole(options.out / "gain.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     metric = next((run.metric for run in runs if run.metric), "")
-    write_text(options.out / "gain.svg", plot(curves(runs), metric=metric, target=options.target))
+    write_whole(options.out / "gain.svg", plot(curves(runs), metric=metric, target=options.target))
 
 
 def in_order(jobs: Sequence[Job], results: dict[str, RunResult]) -> list[RunResult]:
     """Return the results there are, in the order in which the runs were asked for."""
     return [results[job.name] for job in jobs if job.name in results]
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write aside and rename, so that an interrupt leaves the old file whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(text, "utf-8")
-    os.replace(aside, path)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -62,8 +62,7 @@ class ComponentModel:
     @property
     def trained_shapes(self) -> dict[str, Shape]:
         """Return the shapes of what a checkpoint holds: all but what is frozen."""
-        frozen = self.plan.frozen_names(self.shapes)
-        return {name: shape for name, shape in self.shapes.items() if name not in frozen}
+        return self.plan.trainable(self.shapes)
 
 
 @cache

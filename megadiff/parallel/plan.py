@@ -216,6 +216,11 @@ class ParallelPlan:
         """Return the parameters that are never trained, low-rank pairs left out."""
         return _matched([name for name in names if not is_lora(name)], self.frozen)
 
+    def trainable(self, shapes: Shapes) -> dict[str, Shape]:
+        """Return the shapes without those of parameters that are never trained."""
+        frozen = self.frozen_names(shapes)
+        return {name: shape for name, shape in shapes.items() if name not in frozen}
+
     def fp8_weights(self, names: Iterable[str]) -> list[str]:
         """Return the weights that FP8 multiplies: of the blocks' attention and MLPs.
 

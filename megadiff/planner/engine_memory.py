@@ -68,8 +68,7 @@ class ModelShape:
     @cached_property
     def trainable(self) -> dict[str, Shape]:
         """Parameters without those that the plan freezes and LoRA's; they may be unused."""
-        frozen = self.plan.frozen_names(self.shapes)
-        return {name: shape for name, shape in self.shapes.items() if name not in frozen}
+        return self.plan.trainable(self.shapes)
 
     @cached_property
     def kinds(self) -> dict[str, str]:

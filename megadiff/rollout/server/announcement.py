@@ -7,12 +7,13 @@ import logging
 import os
 import secrets
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import uvicorn
+
+from megadiff.observe.text_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +59,7 @@ def announced(registry: Path | None, *, name: str, url: str) -> Iterator[None]:
     path = registry / f"{name}.json"
     entry = {"name": name, "url": url, "pid": os.getpid(), "process": secrets.token_hex(8)}
     registry.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=registry, suffix=".tmp", delete=False) as file:
-        json.dump(entry, file)
-    os.replace(file.name, path)  # readers see a whole file or none
+    write_whole(path, json.dumps(entry))
 
     try:
         yield
