@@ -194,13 +194,17 @@ class Checkpoints:
         end of a step may be minutes away, and a rank may be killed before.
         """
         files = {shard_file(write.aside, rank).name for rank in range(self.mesh.world_size)}
-        try:
-            # By a listing: over NFS a name that was asked for too early stays unseen for a minute.
-            while write.aside in self._aside and not files <= set(os.listdir(write.aside)):
-                time.sleep(LOOK_S)
-            self._finish(write.aside, write.progress)
-        except (OSError, ValueError) as error:
-            write.error = error  # settle() tells
+        while write.aside in self._aside:
+            try:
+                # By a listing: over NFS a name that was asked for too early stays unseen for a
+                # minute.
+                if files <= set(os.listdir(write.aside)):
+                    self._finish(write.aside, write.progress)
+                    return
+            except (OSError, ValueError) as error:
+                # A network filesystem has its moments. What lasts settle() meets, and tells.
+                logger.debug("%s is not complete yet: %s", write.aside, error)
+            time.sleep(LOOK_S)
 
     def folder_of(self, step: int) -> Path:
         return step_folder(self.folder, step)
@@ -228,7 +232,8 @@ class Checkpoints:
 
     def complete(self, aside: Path, progress: Progress) -> None:
         """Turn the ranks' files of a rescue into a checkpoint, on rank 0 alone."""
-        if self.beside:
+        # Else it has its name already: whoever wrote all of it was faster.
+        if self.beside and aside in self._aside:
             self.beside.drop_incomplete(aside, progress.step)
         self._finish(aside, progress)
         self._give_up()
@@ -263,7 +268,7 @@ class Checkpoints:
             try:
                 progress = self._load_one(folder, engine, load_beside)
             except AgreedError as error:
-                problems.append(f"{folder.name}: {error}")
+                problems.append(f"{folder}: {error}")
                 logger.warning(
                     "checkpoint %s does not load (%s); trying the one before", folder, error
                 )
@@ -280,7 +285,7 @@ class Checkpoints:
 
         if problems:
             raise AgreedError(
-                f"no checkpoint of {self.folder} loads: {'; '.join(problems)}; restore one, or set "
+                f"no checkpoint of this run loads: {'; '.join(problems)}; restore one, or set "
                 "checkpoint.resume=never to start over"
             )
         return Progress(base=self._base)

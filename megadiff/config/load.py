@@ -25,8 +25,8 @@ from megadiff.config.schema import Config
 from megadiff.config.synonyms import SYNONYMS
 
 
-def _plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
-    plain = OmegaConf.to_container(config, resolve=resolve)
+def _plain(config: DictConfig) -> dict[str, Any]:
+    plain = OmegaConf.to_container(config)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 

@@ -173,7 +173,7 @@ class OptimConfig:
     )
     max_grad_norm: float = key(1.0, "The gradient is clipped to this norm.", above=0)
     skip_nonfinite: int = key(
-        0, "A run skips this many batches with a nan or infinite gradient.", at_least=0
+        0, "A run steps over this many batches with a nan or infinite gradient.", at_least=0
     )
     warmup_steps: int = key(
         0, "The learning rate rises linearly over this many optimizer steps.", at_least=0

@@ -204,7 +204,7 @@ def parse_json(where: str | Path, text: str) -> object:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    with open_parquet(path, key="data.prompts") as file, damage_named(path):
+    with open_parquet(path) as file, damage_named(path):
         table = file.read()
 
     repeated = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
@@ -233,8 +233,8 @@ def _unreadable_cell(path: Path, table: Any) -> str:
     return str(path)
 
 
-def open_parquet(path: Path, *, key: str) -> Any:
-    """Return a pyarrow.parquet.ParquetFile. key: the config key that named the file.
+def open_parquet(path: Path, *, key: str = "") -> Any:
+    """Return a pyarrow.parquet.ParquetFile. key: the config key that named the file, for messages.
 
     Raises ValueError when it is none.
     """
@@ -244,7 +244,8 @@ def open_parquet(path: Path, *, key: str) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{key}={path}: not a parquet file ({error})") from error
+        where = f"{key}={path}" if key else str(path)
+        raise ValueError(f"{where}: not a parquet file ({error})") from error
 
 
 @contextmanager

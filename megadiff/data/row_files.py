@@ -39,7 +39,7 @@ class RowWriter:
     _num_files: int = field(default=0, init=False)
 
     def add(self, rows: Tensor) -> None:
-        """Take rows [n, …], the same … each time; they are copied to the CPU."""
+        """Take rows [n, …], the same … each time; those on a GPU are copied to the CPU."""
         self._parts.append(rows.cpu())
         self._num_bytes += rows.numel() * rows.element_size()
         if self._num_bytes >= self.file_bytes:

@@ -50,7 +50,9 @@ class FrameReward(Reward):
 
         self.frames = frames
         self.reduce = reduce
-        self.inner = build_reward(reward, RewardConfig(type=reward, args=dict(args or {})))
+        # timeout_s is of this reward's calls, against which its deadline_s is checked, too
+        config = RewardConfig(type=reward, args=dict(args or {}), timeout_s=math.inf)
+        self.inner = build_reward(reward, config)
         # So that a reward that compares a group still gets the whole group.
         self.samples_per_call = self.inner.samples_per_call
         self.workers = self.inner.workers

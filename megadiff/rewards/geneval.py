@@ -368,7 +368,7 @@ def _read_position(prompt: Prompt, where: str, position: object, index: int) -> 
 
 
 def _shown(value: object) -> str:
-    return json.dumps(value)[:100]
+    return json.dumps(value, default=str)[:100]  # parquet has bytes and dates
 
 
 def _refused(prompt: Prompt, reason: str) -> ValueError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 
@@ -24,6 +26,12 @@ from megadiff.types import Figures, Prompt, RolloutGroup, Tensors
 logger = logging.getLogger(__name__)
 
 TOTAL = "total"  # the key of the weighted sum beside the rewards' own names
+# figures of the total under reward/, of it and of diversity under eval/
+TAKEN = frozenset(
+    ("mean", "std", "group_std", "zero_std_ratio", "colour_entropy_bit", "latent_spread")
+) | {"saturation"}
+NAME = re.compile(r"[A-Za-z0-9_.\-]+")  # of a reward
+FIGURE = re.compile(r"[A-Za-z0-9_]+")  # of its own figures
 CLOSE_WAIT_S = 1.0  # for calls that still run when the scorer is closed
 MAX_WORKERS = 16  # that rewards share
 DROP_LIMIT = 0.05  # of a step's samples of one reward; beyond it something is broken
@@ -41,10 +49,8 @@ class Scorer:
     def __init__(
         self, configs: Mapping[str, RewardConfig], *, num_workers: int | None = None
     ) -> None:
-        if TOTAL in configs:
-            raise ValueError(
-                f"reward.{TOTAL}: this name is taken by the weighted sum; rename the reward"
-            )
+        for name in configs:
+            _check_name(name)
         for name, config in configs.items():
             if not abs(config.weight) <= FLOAT32_MAX:
                 raise ValueError(
@@ -70,6 +76,16 @@ class Scorer:
         self._calls: list[ScoreCall] = []
         self._seconds = dict.fromkeys(self.rewards, 0.0)
         self._num_dropped = dict.fromkeys(self.rewards, 0)
+        self._failed_alone: set[str] = set()  # rewards whose last call was alone and failed
+
+    @property
+    def identity(self) -> str:
+        """Return as JSON what decides the scores and their sum."""
+        rewards = {
+            name: [config.type, config.weight, config.args, config.only]
+            for name, config in self._configs.items()
+        }
+        return json.dumps(rewards, sort_keys=True, default=str)
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
         """Raise ValueError, with the reward's name, for a prompt that it cannot score.
@@ -313,6 +329,8 @@ class Scorer:
         """
         calls = [call for call in self._calls if call.reward.name == name]
         failed = [call for call in calls if call.num_failed]
+        if are_all_over and any(call.num_failed < len(call.samples) for call in calls):
+            self._failed_alone.discard(name)
         if not failed:
             return
 
@@ -321,12 +339,16 @@ class Scorer:
         reason = next((str(call.error) for call in failed if call.error), "it answered None")
         text = f"reward {name!r} failed on {num_failed} of {num_samples} samples: {reason}"
 
-        # one call alone is no pattern, unless it is all that the reward was asked
+        # One call alone is no pattern, unless nothing has succeeded since another one failed.
         limit = max(DROP_LIMIT * num_samples, *(len(call.samples) for call in calls))
-        if self.weights[name] and (num_failed > limit or num_failed == num_samples):
+        is_alone = num_failed == num_samples
+        is_pattern = is_alone and (calls[0].is_trial or name in self._failed_alone)
+        if self.weights[name] and (num_failed > limit or is_pattern):
             raise RewardError(f"{text}. on_failure=drop allows {DROP_LIMIT:.0%}")
         if are_all_over:
             logger.warning("%s. They are left out", text)
+            if is_alone:
+                self._failed_alone.add(name)
 
     def _check_total(self, total: Tensor, scores: Mapping[str, Tensor]) -> None:
         """Raise RewardError for a sum that float32 cannot hold, of values that it can."""
@@ -347,12 +369,32 @@ class Scorer:
         )
 
 
+def _check_name(name: str) -> None:
+    """Raise ValueError for a name that cannot be a part of metrics' keys, or would hide a key."""
+    if name == TOTAL:
+        raise ValueError(
+            f"reward.{TOTAL}: this name is taken by the weighted sum; rename the reward"
+        )
+    if name in TAKEN:
+        raise ValueError(
+            f"reward.{name}: the metric reward/{name} or eval/{name} is another figure; rename the "
+            f"reward to none of {', '.join(sorted(TAKEN))}"
+        )
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"reward.{name}: the name is a part of metrics' keys; use letters from a to z, digits, "
+            "_ . - only"
+        )
+
+
 def _own_figures(reward: Reward) -> Figures:
     """Return the reward's own figures as floats. A log takes no tensors and no numpy numbers."""
     key = ""
     figures: Figures = {}
     try:
         for key, value in reward.figures().items():
+            if not FIGURE.fullmatch(key):
+                raise ValueError("its name may have letters from a to z, digits and _ only")
             figures[key] = float(value)
     except Exception as error:  # user code may raise anything
         where = f"{key!r} of figures()" if key else "figures()"

@@ -57,6 +57,7 @@ class StepSamples:
 
     identities: of the requests that the groups answer, see identity().
     figures: the rewards' own, of each scorer that scored the groups; empty on ranks without one.
+    scored_by: Scorer.identity.
     """
 
     step: int
@@ -64,6 +65,7 @@ class StepSamples:
     groups: list[RolloutGroup]
     rewards: Rewards
     figures: tuple[dict[str, Figures], ...]
+    scored_by: str
 
 
 class SavedSamples:
@@ -116,6 +118,7 @@ def write_batch(folder: Path, *, samples: StepSamples, mesh: Mesh) -> None:
         "step": samples.step,
         "identities": samples.identities,
         "figures": samples.figures,
+        "scored_by": samples.scored_by,
         "groups": [_plain_fields(group) for group in samples.groups],
         "fingerprints": {name: fingerprint(tensor) for name, tensor in tensors.items()},
     }
@@ -210,6 +213,7 @@ class _BatchFile:
             groups=[self._group(index) for index in indices],
             rewards=rewards,
             figures=() if indices.start else tuple(self.record["figures"]),
+            scored_by=self.record.get("scored_by", ""),
         )
 
     def _group(self, index: int) -> RolloutGroup:
@@ -253,6 +257,7 @@ def _joined(parts: Sequence[StepSamples]) -> StepSamples:
         groups=list(chain.from_iterable(part.groups for part in parts)),
         rewards=rewards,
         figures=tuple(chain.from_iterable(part.figures for part in parts)),
+        scored_by=first.scored_by,
     )
 
 

@@ -130,7 +130,8 @@ class BatchSource:
             self._draw = self._new_draw(step, version=step, timers=self._timers)
         self._newest = step if self._is_ahead and not is_first else None
         samples = self._next or self._collect()
-        self._current = samples  # before it is no longer the next one, for writer()
+        if self._is_ahead:
+            self._current = samples  # before it is no longer the next one, for writer()
         self._next = None
 
         if self._is_ahead and step + 1 < self._config.train.num_steps:
@@ -181,7 +182,7 @@ class BatchSource:
             return None
         # In the order in which samples move on, so that none is missed on its way.
         draw = self._draw
-        waiting = (_samples(draw) if draw and draw.scored else None, self._next, self._current)
+        waiting = (self._samples(draw) if draw and draw.scored else None, self._next, self._current)
 
         for samples in waiting:
             if samples and samples.step == step:
@@ -236,6 +237,7 @@ class BatchSource:
             groups=groups,
             rewards=rewards,
             figures=saved.figures if saved else (),
+            scored_by=self._scorer.identity,
         )
 
     def _new_draw(self, step: int, *, version: int, timers: Timers) -> StepDraw:
@@ -266,7 +268,7 @@ class BatchSource:
         waited_s = time.perf_counter() - start_s
         drawn_s = self._timers.take_over(self._draw_timers)
         self._hidden_s = max(0.0, drawn_s - waited_s)
-        self._next = replace(_samples(draw), groups=groups, rewards=rewards)
+        self._next = replace(self._samples(draw), groups=groups, rewards=rewards)
         self._replica_figures = self._work_of_replicas(draw)
         self._draw = None
 
@@ -290,24 +292,24 @@ class BatchSource:
         seconds = (work["seconds"] for work in work_of_ranks if work is not None)
         return replica_figures(calls, drawing_s=max(seconds, default=0.0))
 
+    def _samples(self, draw: StepDraw) -> StepSamples:
+        """Return what a draw got on this rank, which is nothing on ranks that do not ask."""
+        groups, rewards, figures = draw.scored or ([], {}, None)
+        return StepSamples(
+            step=draw.requests[0].step,
+            identities=tuple(map(identity, draw.requests)),
+            groups=groups,
+            rewards=rewards,
+            figures=() if figures is None else (figures,),
+            scored_by=self._scorer.identity,
+        )
+
     def _staleness(self, samples: StepSamples) -> float:
         """Return by how many versions the weights that drew the samples are behind. Collective."""
         lags = [samples.step - group.policy_version for group in samples.groups]
         sums = {"lag": float(sum(lags)), "count": float(len(lags))}
         sums = all_reduce_sums(sums, self._mesh.cpu_group)
         return sums["lag"] / sums["count"]
-
-
-def _samples(draw: StepDraw) -> StepSamples:
-    """Return what a draw got on this rank, which is nothing on ranks that do not ask."""
-    groups, rewards, figures = draw.scored or ([], {}, None)
-    return StepSamples(
-        step=draw.requests[0].step,
-        identities=tuple(map(identity, draw.requests)),
-        groups=groups,
-        rewards=rewards,
-        figures=() if figures is None else (figures,),
-    )
 
 
 def _problem(saved: StepSamples | None, requests: Sequence[RolloutRequest], scorer: Scorer) -> str:
@@ -322,6 +324,8 @@ def _problem(saved: StepSamples | None, requests: Sequence[RolloutRequest], scor
             f"those of the checkpoint were scored by {', '.join(sorted(names))}, and the run has "
             f"{', '.join(sorted(scorer.weights))}"
         )
+    if saved.scored_by != scorer.identity:
+        return "a reward has another weight, other args or other prompts by now"
 
     return ""
 

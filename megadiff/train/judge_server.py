@@ -89,7 +89,9 @@ class JudgeServer:
             if time.monotonic() > deadline:
                 raise RuntimeError(self.late_text(RESTART_S))
             time.sleep(0.5)
-        self.is_asleep = self._tell("/sleep")
+        self._tell("/sleep")
+        # A dead one as well: the trainer has the memory until wake(), after which the watch acts.
+        self.is_asleep = True
 
     def wake(self) -> None:
         """Wake it. One that died asleep is left to the watch, which has waited for this."""
@@ -127,8 +129,8 @@ class JudgeServer:
             f"rollout.start_timeout_s; the end of {self.log}:\n{log_tail(self.log)}"
         )
 
-    def _tell(self, path: str) -> bool:
-        """POST to it and return True; False for one that is dead, or loads again.
+    def _tell(self, path: str) -> None:
+        """POST to it, unless it is dead or loads again: the watch deals with that.
 
         Raises RuntimeError where it lives and does not obey.
         """
@@ -136,11 +138,10 @@ class JudgeServer:
             status = self._status("POST", path, SLEEP_TIMEOUT_S)
         except NoAnswer as error:
             if self._is_gone():
-                return False  # the watch deals with it
+                return
             raise RuntimeError(f"judge.{self.judge}: {error}") from error
         if status not in (200, GONE):
             raise RuntimeError(f"judge.{self.judge}: {self.name} answered {status} to {path}")
-        return status == 200
 
     def _is_gone(self) -> bool:
         """Tell whether it died, and may be loading again. A connection breaks before it is dead."""

@@ -57,6 +57,7 @@ def train(run: Run) -> None:
                 )
         samples = partial(sample_records, groups, rewards, frames_per_s=engine.adapter.frames_per_s)
         run.recorder.step(progress.step, stats | gate, samples)
+        del drawn, groups, trained, rewards, diversity, samples  # pixels, before the next ones come
         gate = {}  # its gaps belong to the first step
         run.end_step()
 

@@ -306,7 +306,7 @@ def _batch(groups: Sequence[RolloutGroup]) -> TrainBatch:
 def _log_prob_gaps(engine: Engine, batch: TrainBatch) -> Tensor:
     """Return trainer minus replica, [N, W] float64 on the CPU."""
     assert batch.old_log_probs_NW is not None, "samples of a replica bring its log_probs"
-    return log_probs(engine, batch).log_probs_NW.double().cpu() - batch.old_log_probs_NW
+    return log_probs(engine, batch).log_probs_NW - batch.old_log_probs_NW
 
 
 def _replay(engine: Engine, batch: TrainBatch, group: RolloutGroup, *, step: int) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from megadiff.algorithms import Algorithm
+from megadiff.algorithms import Algorithm, build_algorithm
 from megadiff.config.schema import Config
 from megadiff.models.adapter import ModelAdapter
 from megadiff.observe.device_memory import DeviceMemory
@@ -244,7 +244,8 @@ def count_devices(config: Config, mesh: Mesh) -> int:
 
     On a CPU a rank, and a separate replica's worker, counts as a device.
     """
-    if config.rollout.mode == "colocated" or config.data.images or config.data.pairs:
+    on_policy = build_algorithm(config.algorithm).on_policy
+    if config.rollout.mode == "colocated" or not on_policy:
         return mesh.world_size
     num_workers = config.rollout.num_replicas * config.rollout.tp
     return mesh.world_size + num_workers if num_workers else 0

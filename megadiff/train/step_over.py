@@ -23,7 +23,7 @@ def step_over(
     engine: Engine,
     progress: Progress,
 ) -> None:
-    """Count a batch whose update was given up. Collective; the error came on every rank.
+    """Count a batch with a gradient that is not finite. Collective: the error is on every rank.
 
     Raises NonFiniteError with the largest rewards' prompts when optim.skip_nonfinite are used up.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import os
 import random
 import signal
 import subprocess
@@ -125,6 +126,29 @@ def test_it_has_its_name_before_the_step_ends(tmp_path: Path) -> None:
     assert loaded_step(tmp_path) == 1
     run.settle()
     assert names_in(run) == ["step_000001"]
+
+
+def test_a_moment_of_the_filesystem_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 looks for the parts again; what is whole on the disk stays."""
+    num_looks = 0
+    listed = os.listdir
+
+    def stale_once(folder: Path) -> list[str]:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 1:
+            raise OSError(116, "Stale file handle")
+        return listed(folder)
+
+    monkeypatch.setattr(checkpoints.os, "listdir", stale_once)
+    run = run_of(tmp_path)
+    engine = Trained()
+    run.save(engine, engine.train(1))
+    wait_until_saved(run, 1)
+    run.settle()
+    assert num_looks > 1 and names_in(run) == ["step_000001"] and loaded_step(tmp_path) == 1
 
 
 def test_the_next_one_waits_for_the_one_before(tmp_path: Path, disk: threading.Event) -> None:

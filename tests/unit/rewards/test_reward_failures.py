@@ -158,7 +158,7 @@ def test_stop_ends_the_run(scorer: Callable[..., Scorer], make_group: MakeGroup,
 
 @pytest.mark.parametrize(
     "num_groups, failed, how",
-    [(20, 2, "raise"), (20, 5, "none"), (1, 1, "raise")],
+    [(20, 2, "raise"), (20, 5, "none")],
 )
 def test_too_many_failures_stop_in_any_case(
     scorer: Callable[..., Scorer], make_group: MakeGroup, num_groups: int, failed: int, how: str
@@ -167,6 +167,26 @@ def test_too_many_failures_stop_in_any_case(
     groups = [make_group(row) for row in rows(num_groups, failed=failed)]
     with pytest.raises(RewardError, match=rf"failed on \d+ of {4 * num_groups} samples.*5%"):
         judge.score(groups)
+
+
+def test_a_call_that_fails_alone_ends_the_run_when_it_fails_again(
+    scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
+    """A rank may have one group a step, and the end of an evaluation may be one sample."""
+    judge = scorer(judge=config("Gaps", {"how": "raise"}, on_failure="drop"))
+    fails = make_group([FAILED, 2])
+    for _ in range(2):
+        assert judge.score([fails])["total"].isnan().all()
+        assert judge.score([make_group([1, 2])])["total"].tolist() == [[1.0, 2.0]]
+    judge.score([fails])
+    with pytest.raises(RewardError, match="failed on 2 of 2 samples.*5%"):
+        judge.score([fails])
+
+
+@pytest.mark.parametrize("name", ["my reward", "größe", "a/b", "mean", "saturation", "total"])
+def test_names_that_cannot_be_logged_are_refused(scorer: Callable[..., Scorer], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"reward\.{name}: .*(rename|letters from a to z)"):
+        scorer(**{name: config("Model")})
 
 
 def test_a_nan_is_a_bug_whatever_on_failure_says(
@@ -295,6 +315,7 @@ def test_own_figures_become_floats(scorer: Callable[..., Scorer]) -> None:
     [
         ({"loss": torch.zeros(2)}, "reward 'bad' failed in 'loss' of figures"),
         ({"text": "9 of 10"}, "reward 'bad' failed in 'text' of figures.*'9 of 10'"),
+        ({"hit rate": 1}, "reward 'bad' failed in 'hit rate' of figures.*letters from a to z"),
         (None, "reward 'bad' failed in figures.*return a dict of one number a name"),
     ],
 )

@@ -47,6 +47,8 @@ def test_the_other_rewards_limits_are_its_own() -> None:
     """Also that a call is not given up before the other reward's servers' failure is known."""
     args = {"reward": "remote", "args": {"url": "http://127.0.0.1:1", "deadline_s": 240}}
     assert build_reward("far", RewardConfig(type="frame", args=args)).deadline_s == 240
+    long = {"reward": "remote", "args": {**args["args"], "deadline_s": 400}}
+    assert build_reward("far", RewardConfig(type="frame", args=long, timeout_s=900))
     with pytest.raises(ValueError, match=r"deadline_s=240 and reward.far.timeout_s=200"):
         build_reward("far", RewardConfig(type="frame", args=args, timeout_s=200))
 

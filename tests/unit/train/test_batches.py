@@ -313,6 +313,23 @@ def test_samples_of_another_config_are_drawn_again(scorer, tmp_path, caplog):
     assert "holds samples of 4 prompts, train.prompts_per_step=8" in caplog.text
 
 
+def test_samples_that_were_scored_otherwise_are_drawn_again(scorer, tmp_path, caplog):
+    parts = Parts(1, scorer)
+    parts.source.take(0)
+    parts.source.settle()
+    position = parts.source.position()
+    parts.source.writer(1)(tmp_path)
+
+    with closing(Scorer({"color": RewardConfig(type="color", weight=2.0)}, num_workers=1)) as heavy:
+        other = Parts(1, heavy)
+        other.prompts.load_state(position)
+        other.source.restore(1, read_batch(tmp_path, num_prompts=4, mesh=one_rank_mesh()))
+        assert "a reward has another weight" in caplog.text
+        _, figures = other.source.take(1)
+        assert figures["rollout/staleness"] == 0
+        other.source.settle()
+
+
 def test_without_saved_samples_the_prompts_are_drawn_once(scorer):
     """As after a rescue that could not have them."""
     parts = Parts(1, scorer)

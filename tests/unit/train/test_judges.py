@@ -234,8 +234,10 @@ def test_a_judge_that_dies_while_it_is_told_to_sleep_is_left_to_the_watch(
         judges = _launch(config, dies, tmp_path, stack, monkeypatch)
         judges.wait()
         judges.sleep()
-        _wait_for(lambda: judges.servers[0].is_buried)
+        time.sleep(1.5)
+        assert not judges.servers[0].is_buried  # nor started again: the trainer has its memory
         judges.wake()
+        _wait_for(lambda: judges.servers[0].is_buried)
     with ExitStack() as stack:
         refuses = HEALTHY.replace(
             'print("told", self.path, flush=True)', "self.connection.shutdown(2)"
