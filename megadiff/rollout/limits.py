@@ -15,6 +15,7 @@ RUN_HEADER = "x-megadiff-run"  # of every request that a run sends
 RUN_CHARS = 128
 # Of an answer with samples: how many others are waiting or in the engine, of all runs and ranks.
 OUTSTANDING_HEADER = "x-megadiff-outstanding"
+LARGEST_SCALE = 100  # of guidance, eta and temperature
 LOCKED = 423  # the HTTP status of a weight push that may begin later
 GROUP_BROKE = 424  # of a push: others of its process group did not come, or sent nothing
 OWNER_SILENT_S = 60.0  # a run that is silent for longer may be gone: another run may begin a push

@@ -16,6 +16,9 @@ from urllib.parse import urlsplit
 TRAINER = "trainer"
 REPLICA = "replica"
 MIN_TOKEN_CHARS = 16
+# a file's name has at most 255, those of temporary files beside it included
+NAME_BYTES = 200
+NAME_RULE = f"1 to {NAME_BYTES} bytes of printable text without '/'"
 _TOKEN = re.compile(r"[!-~]+")
 _URL = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
 # The form is fixed so that a signed text can be taken apart in one way only.
@@ -66,6 +69,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_name(name: object) -> bool:
+    """Tell whether it can be a replica's name, whose announcement is the file NAME.json."""
+    if not isinstance(name, str) or not name.isprintable() or "/" in name:
+        return False
+    return 1 <= len(name.encode()) <= NAME_BYTES
 
 
 def is_url(url: object) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from megadiff.models.adapter import ModelAdapter
+from megadiff.rollout.limits import LARGEST_SCALE, Limits
 from megadiff.types import JsonObject
 
 KEY = "rollout.stage_config"
@@ -95,6 +96,10 @@ def _check_stage(
     devices = [index.strip() for index in str(stage.get("devices", "0")).split(",")]
     if not all(index.isdecimal() for index in devices):
         raise ValueError(f"{where}: devices is {stage['devices']!r}; give numbers such as '0,1'")
+    if len(set(devices)) != len(devices):
+        raise ValueError(
+            f"{where}: devices is {stage['devices']!r}, a GPU twice; name each worker's own"
+        )
     if len(devices) != tp:
         raise ValueError(
             f"{where}: devices names {len(devices)} GPUs, rollout.tp={tp} takes {tp}; give as many"
@@ -136,15 +141,16 @@ def _thinking(file: Path) -> Mapping[str, int | float]:
     settings = THINKING | extra
     if not settings["think"]:
         return {"think_tokens": 0, "think_temperature": 0.0}
-    if settings["max_think_tokens"] < 1:
+    most = Limits().think_tokens
+    if not 1 <= settings["max_think_tokens"] <= most:
         raise ValueError(
-            f"{where}.max_think_tokens is {settings['max_think_tokens']}; give at "
-            "least 1, or think: false"
+            f"{where}.max_think_tokens is {settings['max_think_tokens']}; give 1 to {most}, or "
+            "think: false"
         )
-    if settings["do_sample"] and not settings["text_temperature"] > 0:
+    if settings["do_sample"] and not 0 < settings["text_temperature"] <= LARGEST_SCALE:
         raise ValueError(
             f"{where}.text_temperature is {settings['text_temperature']} with "
-            "do_sample: true; give more than 0, or do_sample: false"
+            f"do_sample: true; give more than 0, at most {LARGEST_SCALE}, or do_sample: false"
         )
     temperature = float(settings["text_temperature"]) if settings["do_sample"] else 0.0
     return {"think_tokens": settings["max_think_tokens"], "think_temperature": temperature}
@@ -171,6 +177,9 @@ def read_stages(file: Path, over: tuple[Path, ...] = ()) -> JsonObject:
     rows = settings.get("stages") or [] if isinstance(settings, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{KEY}={file} has no list of `stages`; give vllm-omni's deploy format")
+    identities = [row.get("stage_id") for row in rows]
+    if not all(type(identity) is int for identity in identities):
+        raise ValueError(f"{KEY}={file} has stages {identities}; give each a number as stage_id")
     settings["stages"] = rows
     if "base_config" not in settings:
         return settings

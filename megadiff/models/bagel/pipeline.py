@@ -60,9 +60,14 @@ class BagelRolloutPipeline(RolloutPipelineMixin, pipeline_bagel.BagelPipeline):
         """Load a checkpoint's tensors, or pushed ones under the trainer's names."""
         return super().load_weights((_stored_name(name), tensor) for name, tensor in weights)
 
+    def forward(self, req: Any) -> Any:
+        try:
+            return super().forward(req)
+        finally:
+            # a text's keys and values take 57 KB a token, on a GPU that the trainer needs next
+            self._prefills = {}
+
     def encode(self, texts: Sequence[str], images: Sequence[Images] = ()) -> Tensors:
-        # of the call before; a text's keys and values take 57 KB a token
-        self._prefills = {}
         return encode_texts(self.tokenizer, texts)
 
     def think(self, requests: Sequence[RolloutRequest]) -> tuple[Tensors, list[str]]:

@@ -60,6 +60,7 @@ class Members:
     def __init__(self, ours: Sequence[str] = (), *, max_restarts: int, now_s: float = 0.0) -> None:
         """max_restarts: of one replica in a row, without a finished step in between."""
         self.max_restarts = max_restarts
+        self._misfits: set[tuple[str, str]] = set()  # refused while another of the name was ready
         self.members = {
             name: FleetMember(name, is_ours=True, phase=Phase.STARTING, since_s=now_s)
             for name in ours
@@ -86,6 +87,8 @@ class Members:
         member = self.members.get(name)
         if member is None:
             return True
+        if (name, url) in self._misfits:
+            return False
         if member.is_ours:
             return member.phase is Phase.STARTING
         if member.phase is Phase.ENDED:
@@ -137,10 +140,16 @@ class Members:
         member.since_s = now_s
 
     def refuse(self, name: str, url: str, reason: str, now_s: float) -> None:
-        """Keep a replica out, as long as it has this address."""
+        """Keep a replica out, as long as it has this address.
+
+        It takes nothing from a ready one of its name at another address.
+        """
         member = self.members.setdefault(
             name, FleetMember(name, is_ours=False, phase=Phase.OUT, since_s=now_s)
         )
+        if member.phase is Phase.READY and member.url != url:
+            self._misfits.add((name, url))
+            return
         member.phase = Phase.OUT
         member.url = url
         member.reason = reason

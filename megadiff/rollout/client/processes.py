@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 LOG_TAIL_LINES = 15
 LOG_TAIL_BYTES = 1 << 16
 CRASH = "Fatal Python error"  # the first line of faulthandler's
+AGAIN = "-- started again --"  # a line of the log; what stands before it is of an earlier process
 # longer than EXIT_S of rollout.server.server, a replica's own last resort
 STOP_GRACE_S = 5.0
 TOKEN_VARIABLE = "MEGADIFF_TOKEN"
@@ -61,6 +62,9 @@ class ServerProcess:
     def start(self) -> None:
         """Start it, or start it again where it has ended; its log goes on."""
         with self.log.open("ab") as stream:
+            if stream.tell():
+                stream.write(f"{AGAIN}\n".encode())
+                stream.flush()
             self.process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -230,13 +234,17 @@ def log_end(log: Path) -> str:
 
 
 def log_tail(log: Path) -> str:
-    """Return the last lines of a log file, or those around a crash below Python; '' without one."""
+    """Return the last lines of a log file, or those around a crash below Python; '' without one.
+
+    Those of its last process alone.
+    """
     if not log.is_file():
         return ""
 
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
-        lines = file.read().decode("utf-8", errors="replace").splitlines()
+        text = file.read().decode("utf-8", errors="replace")
+    lines = text.rpartition(f"{AGAIN}\n")[2].splitlines()
 
     shown = lines[-LOG_TAIL_LINES:]
     for index, line in enumerate(lines):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import stat
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +28,7 @@ from megadiff.rollout.client.client import (
     ReplicaError,
 )
 from megadiff.rollout.client.processes import ReplicaDied, ReplicaProcess, log_tail
-from megadiff.rollout.proof import is_url
+from megadiff.rollout.proof import NAME_RULE, is_name, is_url
 from megadiff.types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -41,8 +40,6 @@ MAX_VISITS = 32  # addresses that are asked at the same time
 ANNOUNCEMENT_BYTES = 2**16
 SHOWN = 8  # claims that an error names
 UNREAD = ("cannot be read", "the folder cannot be read")  # as reasons begin
-# a replica's announcement is the file <name>.json
-_NAME = re.compile(r"[^/]{1,255}")
 
 
 class Address(NamedTuple):
@@ -70,11 +67,13 @@ class Visit:
     """The outcome of asking an address. health: None where it does not count, for this reason.
 
     is_odd: a running replica of this run would not answer so.
+    works_for_another: run, which could not be taken from it.
     """
 
     health: JsonObject | None = None
     reason: str = "no answer yet"
     is_odd: bool = False
+    works_for_another: bool = False
 
 
 def wait_until_announced(
@@ -182,8 +181,8 @@ def _read_entry(path: Path) -> JsonObject:
         raise ValueError(f"a {type(entry).__name__} and not a JSON object")
 
     name = entry.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or not name.isprintable():
-        raise ValueError(f"its name is {name!r:.80}, not 1 to 255 characters without '/'")
+    if not is_name(name):
+        raise ValueError(f"its name is {name!r:.80}, not {NAME_RULE}")
     url = entry.get("url")
     if not is_url(url):
         raise ValueError(f"its url is {url!r:.80}, not http[s]://HOST:PORT")
@@ -284,7 +283,7 @@ class RegistryWatch:
         for claim in self.claims:
             visit = self._visits.get(claim.address, Visit())
             is_open = claim.address not in self._settled and claim.path not in self._left_out
-            if visit.health is None and is_open:
+            if is_open and (visit.health is None or visit.works_for_another):
                 texts.append(f"{claim.address} ({visit.reason})")
         return f"; left out: {', '.join(texts[:SHOWN])}" if texts else ""
 
@@ -300,7 +299,7 @@ class RegistryWatch:
         return claims + [claim for claim in self.claims if claim.path in unread], reasons
 
     def _healthy(self) -> list[JsonObject]:
-        """Return the proven announcements, each name and address once."""
+        """Return the proven announcements of replicas that are free, each name and address once."""
         # Only a proven one takes its name: else a claim could keep the real replica out.
         taken: dict[str, Path] = {}
         healthy = []
@@ -321,12 +320,9 @@ class RegistryWatch:
                 self._left_out[claim.path] = f"{address} is announced in {first.name} already"
             elif visit.health is not None:
                 taken |= dict.fromkeys(address, claim.path)
-                healthy.append({**claim.entry, "health": visit.health})
-
-        # Those of another run come last: it may be at work with them.
-        return sorted(
-            healthy, key=lambda entry: entry["health"].get("run") not in (None, self._run)
-        )
+                if not visit.works_for_another:
+                    healthy.append({**claim.entry, "health": visit.health})
+        return healthy
 
     def _warn_of_writers(self) -> None:
         try:
@@ -357,4 +353,6 @@ def _visit(address: Address, *, token: str | None, run: str) -> Visit:
                 return Visit(reason="no answer from here")
             return Visit(reason=error.message[:300], is_odd=error.status == UNUSABLE)
 
-    return Visit(health=health)
+    is_taken = bool(health.get("is_taken"))
+    reason = f"it works for the run {health.get('run')!r:.80}" if is_taken else ""
+    return Visit(health=health, reason=reason, works_for_another=is_taken)

@@ -227,7 +227,7 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         for entry in healthy:
             name = entry["name"]
             url = entry["url"]
-            if entry["health"].get("is_taken") or not self.members.may_join(name, url, now_s):
+            if not self.members.may_join(name, url, now_s):
                 continue
             try:
                 self.check(entry)

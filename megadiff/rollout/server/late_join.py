@@ -39,8 +39,9 @@ async def load_newest(replica: Replica, folder: Path) -> None:
         try:
             stored = newest(folder)
             return await _load(replica, stored)
-        except (OSError, ValueError, SafetensorError, SyncError, Refused) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError, SyncError, Refused) as error:
             # A version may go while it is read, or be another push's: then the newest is read.
+            # RuntimeError: a worker opens the files by itself.
             if attempt == ATTEMPTS - 1 or (stored and _is_there(stored, folder)):
                 which = f"version {stored.version}" if stored else "its newest version"
                 raise ValueError(f"--weights {folder}, {which}: {error}") from error

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from megadiff.diffusion.schedule import check_window
 from megadiff.diffusion.sde import NOISE_SCALES, ODE_SOLVERS
-from megadiff.rollout.limits import Limits
+from megadiff.rollout.limits import LARGEST_SCALE, Limits
 from megadiff.types import DTYPES, RolloutRequest, Sampling
 
 ModelRule = Callable[[Sampling], None]  # ModelAdapter.validate, which raises ValueError
@@ -76,8 +76,8 @@ def check_request(request: RolloutRequest, limits: Limits, model_rule: ModelRule
         "think_temperature",
     ):
         value = getattr(sampling, name)
-        if not 0 <= value <= 100:  # NaN fails every comparison
-            raise ValueError(f"{name}={value} must be a number from 0 to 100")
+        if not 0 <= value <= LARGEST_SCALE:  # NaN fails every comparison
+            raise ValueError(f"{name}={value} must be a number from 0 to {LARGEST_SCALE}")
 
     _check_images(request, limits)
     if sampling.think_tokens:

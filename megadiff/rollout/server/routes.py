@@ -189,12 +189,11 @@ async def _answer(handler: Callable[..., Awaitable[Any]], *arguments: Request) -
         return answer if isinstance(answer, Response) else JSONResponse(answer)
     except (Refused, ValueError, ConnectionError) as error:  # nobody reads that of the last
         return refusal(error)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        message = f"no space left for the weight bucket: {error}; send smaller buckets"
-        return refusal(Refused(507, f"{message} (sync.bucket_mib)"))
-    except RuntimeError as error:  # how vllm-omni reports a failed worker or engine
+    # RuntimeError: how vllm-omni reports a failed worker or engine
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            message = f"no space left for the weight bucket: {error}; send smaller buckets"
+            return refusal(Refused(507, f"{message} (sync.bucket_mib)"))
         logger.exception("request failed")
         message = f"{type(error).__name__}: {error}; see the replica's log"
         return refusal(Refused(500, message))

@@ -21,7 +21,7 @@ from megadiff.process.lifeline import exit_with, kill_children
 from megadiff.process.stacks import announce
 from megadiff.process.title import set_title
 from megadiff.process.versions import sampling_code
-from megadiff.rollout.proof import is_loopback, is_url
+from megadiff.rollout.proof import NAME_RULE, is_loopback, is_name, is_url
 from megadiff.rollout.server.absent import hide_transformer_engine
 from megadiff.rollout.spec import ReplicaSpec, process_title
 from megadiff.rollout.stages import check_stages, single_stage
@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # imports torch
     from megadiff.models.adapter import ModelAdapter
 
 logger = logging.getLogger(__name__)
+LARGEST_PORT = 65535
 GRACE_S = 1  # after SIGTERM: for the requests in flight of a replica that ends with its run
 LEAVE_S = 120  # of one that leaves a run which goes on: it finishes them
 KEEP_ALIVE_S = 600  # longer than any client's, or a request may meet a connection that closes
@@ -53,6 +54,7 @@ def serve(spec: ReplicaSpec, *, token: str | None) -> None:
     signal.signal(signal.SIGTERM, _on_sigterm)
     check_host(spec.host, token)
     check_url(spec.url, token)
+    check_announcement(spec.registry, spec.name)
     listener = bind(spec.host, spec.port)
     if not spec.name:  # no two replicas of a registry may share a name
         spec = replace(spec, name=f"{socket.gethostname()}-{listener.getsockname()[1]}")
@@ -134,6 +136,23 @@ def check_url(url: str, token: str | None) -> None:
         )
 
 
+def check_announcement(registry: Path | None, name: str) -> None:
+    """Raise ValueError for a --name or --registry under which a replica cannot announce itself."""
+    if name and not is_name(name):
+        raise ValueError(f"--name {name!r:.80} is not {NAME_RULE}; give another one")
+    if registry is None:
+        return
+    try:
+        registry.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=registry) as file:
+            file.write(b"{}")
+    except OSError as error:
+        raise ValueError(
+            f"--registry {registry}: no file can be written there ({error.strerror}); give a "
+            "folder that this user may write to"
+        ) from error
+
+
 def stay_on_loopback(host: str) -> None:
     """Make the engine's own sockets listen on loopback, as its worker processes are on this host.
 
@@ -207,6 +226,9 @@ def bind(host: str, port: int) -> socket.socket:
     It refuses connections until the server listens on it.
     Raises ValueError when the port is taken or the address is not this machine's.
     """
+    # getaddrinfo() would take one modulo 65536
+    if not 0 <= port <= LARGEST_PORT:
+        raise ValueError(f"--port {port} must be from 0, for any free one, to {LARGEST_PORT}")
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = addresses[0]

@@ -133,10 +133,16 @@ class DiskTransport(Transport):
         self._aside = None
         if aside is None:
             return  # the push failed before it wrote anything
-        if error is None:
-            self._publish(aside)
-        else:
-            shutil.rmtree(aside, ignore_errors=True)
+        try:
+            if error is None:
+                self._publish(aside)
+        except OSError as problem:
+            raise SyncError(
+                f"version {self._manifest['version']} cannot be published in {self.folder} "
+                f"({problem}); make room there, or set another sync.folder"
+            ) from problem
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)  # where it has not got its name
 
     def _publish(self, aside: Path) -> None:
         """Make the version visible, and remove older ones that no kept version needs."""
@@ -175,7 +181,8 @@ class DiskTransport(Transport):
         rows = _read_manifest(self.folder, version)["tensors"]
         rows = rows_of_weight_groups(rows, kept_groups)
         for file in {row["file"] for row in rows.values()}:
-            (_version_folder(self.folder, version) / file).rename(aside / file)
+            # not renamed: what may fail from here on must leave that version whole
+            _link(_version_folder(self.folder, version) / file, aside / file)
         self._manifest["tensors"] |= rows
 
 
@@ -195,6 +202,14 @@ def remove(folder: Path, *, after: int = -1) -> None:
 def _aside(folder: Path, version: int, kind: str) -> Path:
     """Return a new name. kind: part or old."""
     return folder / f"version_{version:08d}.{secrets.token_hex(4)}.{kind}"
+
+
+def _link(file: Path, name: Path) -> None:
+    """Give a file a second name, or a copy where the filesystem knows no such names."""
+    try:
+        name.hardlink_to(file)
+    except OSError:
+        shutil.copyfile(file, name)
 
 
 def _remove(version: Path) -> None:

@@ -1,5 +1,6 @@
 """What `megadiff serve` makes of its arguments, before anything is loaded."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,24 @@ def test_arguments_that_cannot_work(served, capsys, arguments, told):
     assert command.main(arguments) == 2
     assert told in capsys.readouterr().err
     assert not served
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--port", "70000"], "--port 70000 must be from 0"),
+        (["--name", "a/b"], "--name 'a/b' is not 1 to 200 bytes"),
+        (["--registry", "a_file"], "--registry a_file: no file can be written there"),
+    ],
+)
+def test_what_cannot_be_announced_is_told_before_anything_loads(
+    tmp_path, monkeypatch, capsys, arguments, told
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    Path("a_file").touch()
+    assert command.main([str(tmp_path), *arguments]) == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -134,6 +134,17 @@ def test_the_replica_of_that_name_counts(tmp_path, replica_a):
     assert entry["health"]["state"] == "ready"
 
 
+def test_a_replica_that_works_for_another_run_is_not_counted(tmp_path, replica_a):
+    """Nor taken, though it comes first: the run would be refused at its first push."""
+    taken = json.dumps({"name": "0", "run": "theirs", "is_taken": True}).encode()
+    with Stranger(lambda handler, _: reply(handler, taken)) as other:
+        announce(tmp_path, "0", other.url)
+        (entry,) = wait_until_announced(tmp_path, count=1, timeout_s=5)
+        assert entry["url"] == replica_a
+        with pytest.raises(ReplicaDied, match=r"0 at http.* \(it works for the run 'theirs'\)"):
+            wait_until_announced(tmp_path, count=2, timeout_s=0.5)
+
+
 @pytest.mark.parametrize("body", [b'{"name": "b"}', b"<html>", b"[]", b"{}", b"[" * 200_000])
 def test_another_service_on_its_port_does_not(tmp_path, body):
     with Stranger(lambda handler, _: reply(handler, body)) as stranger:

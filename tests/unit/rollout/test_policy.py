@@ -301,6 +301,15 @@ def test_a_full_disk_is_told_as_such() -> None:
     assert answer.status_code == 507 and b"send smaller buckets (sync.bucket_mib)" in answer.body
 
 
+def test_what_else_a_disk_says_is_told() -> None:
+    async def stale() -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", "/weights/bucket")
+
+    answer = asyncio.run(_answer(stale))
+    assert answer.status_code == 500
+    assert b"Stale file handle: '/weights/bucket'; see the replica's log" in answer.body
+
+
 @pytest.mark.parametrize("shape", [[2.0, 3], [2, 3.0]])
 def test_a_shape_is_of_integers(shape: list) -> None:
     """JSON's 3.0 equals 3."""

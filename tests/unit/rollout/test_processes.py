@@ -17,6 +17,7 @@ from megadiff.rollout.client.processes import (
     LOG_TAIL_LINES,
     TOKEN_VARIABLE,
     ReplicaProcess,
+    ServerProcess,
     log_tail,
     replica_environment,
     serve_command,
@@ -54,6 +55,24 @@ def test_of_a_crash_what_came_before_it_and_who_crashed(tmp_path: Path) -> None:
         and "Extension modules" not in shown
     )
     assert len(shown.splitlines()) == 2 * LOG_TAIL_LINES
+
+
+def test_a_second_death_is_told_by_the_log_of_the_second_life(tmp_path):
+    says = "import os, sys; print(sys.argv[1] if os.path.exists('lived') else 'Fatal Python error')"
+    lives = f"{says}; open('lived', 'w')"
+    command = [
+        sys.executable,
+        "-c",
+        f"import os; os.chdir({str(tmp_path)!r}); {lives}",
+        "no memory",
+    ]
+    process = ServerProcess("a", command, log=tmp_path / "log", environment=dict(os.environ))
+    process.process.wait()
+    assert "Fatal Python error" in process.death()
+    process.start()
+    process.process.wait()
+    assert "no memory" in process.death() and "Fatal" not in process.death()
+    assert "Fatal Python error" in process.log.read_text()
 
 
 def test_the_token_is_in_the_environment_and_on_no_command_line(tmp_path, monkeypatch):

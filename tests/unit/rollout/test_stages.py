@@ -71,8 +71,17 @@ def test_file_of_vllm_omni_fits() -> None:
         ),
         (
             {"default_sampling_params": {"extra_args": THINKING | {"max_think_tokens": 0}}},
-            "max_think_tokens is 0; give at least 1",
+            "max_think_tokens is 0; give 1 to 4096",
         ),
+        (
+            {"default_sampling_params": {"extra_args": THINKING | {"max_think_tokens": 9000}}},
+            "max_think_tokens is 9000; give 1 to 4096",
+        ),
+        (
+            {"default_sampling_params": {"extra_args": THINKING | {"text_temperature": 500}}},
+            "text_temperature is 500 with do_sample: true; give more than 0, at most 100",
+        ),
+        ({"devices": "0,0"}, "devices is '0,0', a GPU twice"),
         (
             {"default_sampling_params": {"extra_args": THINKING | {"text_temperature": 0.0}}},
             "text_temperature is 0.0 with do_sample: true",
@@ -110,6 +119,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for text, message in (
         ("a: [", "is no YAML"),
         ("3", "no list of `stages`"),
+        ("stages: [{stage_id: [0]}]", "has stages [[0]]; give each a number as stage_id"),
         ("base_config: other.yaml", "other.yaml is its own base_config; name another file"),
     ):
         file.write_text(text)

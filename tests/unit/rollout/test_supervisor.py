@@ -324,6 +324,26 @@ def test_who_does_not_fit_or_works_for_another_run_is_left_alone(tmp_path, caplo
     assert "odd is left out: odd has fp8=True, the run rollout.fp8=False" in caplog.text
 
 
+def test_a_newcomer_that_does_not_fit_takes_nothing_from_the_replica_of_its_name(
+    tmp_path, caplog
+) -> None:
+    """As where two containers have one hostname: its announcement replaces the first one's."""
+
+    def check(entry: Mapping[str, Any]) -> None:
+        if entry["url"] != first.url:
+            raise ValueError("a runs megadiff 7, and the run began with megadiff 1")
+
+    with peers(tmp_path, "a") as (first,), peers(tmp_path, "a") as (other,):
+        with supervised(tmp_path, first, check=check) as (supervisor, events):
+            wait_for(lambda: events)
+            num_questions = other.num_questions
+            time.sleep(1.5)
+            assert {name: url for name, (url, _) in supervisor.roster({}).items()} == {
+                "a": first.url
+            }
+    assert events == ["replica_refused a"] and num_questions
+
+
 def test_one_of_ours_that_starts_again_with_other_code_is_ended(tmp_path) -> None:
     def check(entry: Mapping[str, Any]) -> None:
         raise ValueError("a runs megadiff 7, and the run began with megadiff 1")

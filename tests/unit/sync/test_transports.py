@@ -203,6 +203,21 @@ def test_disk_removes_nothing_of_others_where_a_push_cannot_begin(tmp_path):
     assert disk.versions(folder) == [1] and (folder / "notes.txt").exists()
 
 
+def test_a_disk_that_is_full_when_a_version_is_published_harms_no_other(tmp_path, monkeypatch):
+    """The second push of a version keeps what the first one brought."""
+    transport = DiskTransport([Target(folder=tmp_path)], folder=tmp_path)
+    push(transport, 3, [*BUCKETS, LORA_BUCKET], MANIFEST | LORA_MANIFEST, LORA)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def full(path, *_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(SyncError, match=r"version 3 cannot be published in .*No space left"):
+        push(transport, 3, [LORA_BUCKET], LORA_MANIFEST, LORA)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_disk_always_has_a_whole_version_when_the_sync_is_built_anew(tmp_path):
     """As after a replica was lost. What is later, or was never whole, goes."""
     target = Target(folder=tmp_path)
