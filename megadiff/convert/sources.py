@@ -92,12 +92,14 @@ def open_source(
     if raw:
         raise ValueError(f"--raw is for checkpoints with a running average, which {path} is not")
 
-    # Before a model: a LoRA is a single file, or lies in a folder, as well.
-    if has_loras(path):
+    # a whole model may have a LoRA beside it, as diffusers' save_lora_weights(MODEL) leaves one
+    is_model = (path / "model_index.json").is_file() or (path / "config.json").is_file()
+    # a LoRA is a single file, or lies in a folder, as well
+    if not is_model and has_loras(path):
         return _open_lora(path, base=open_model(base, family) if base else None)
     if path.is_file():
         return _open_model(open_single_file(path, base=base, family=family))
-    if (path / "model_index.json").is_file() or (path / "config.json").is_file():
+    if is_model:
         if base:
             raise ValueError(
                 f"--base {base} is for weights without a model around them; {path} is a whole model"

@@ -38,7 +38,10 @@ def new_index(
             total_size += meta.num_bytes
             weight_map[name] = file
 
-    index["metadata"] = {**index.get("metadata", {}), "total_size": total_size}
+    metadata = index.get("metadata")
+    index["metadata"] = (metadata if isinstance(metadata, dict) else {}) | {
+        "total_size": total_size
+    }
     index["weight_map"] = weight_map
     return index
 

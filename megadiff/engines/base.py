@@ -23,7 +23,7 @@ Loss = Callable[[StepInputs], LossOutput] | Callable[[MatchInputs], LossOutput]
 
 
 class NonFiniteError(FloatingPointError):
-    """Say that a loss or gradient is nan or infinite, on every rank, before weights change."""
+    """Say on every rank that a loss or gradient is nan or infinite, and its weights unchanged."""
 
 
 class Engine(Protocol):

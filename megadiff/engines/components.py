@@ -96,7 +96,7 @@ class ComponentsEngine:
         """Update the trained components in turn. Return global figures.
 
         Raises NonFiniteError on every rank when a component's loss or gradient is not finite. Its
-        weights were left as they were; the other components have made their steps.
+        weights were left as they were. With optim.skip_nonfinite the others have made their steps.
         """
         rows = self._component_rows(batch)
         # 1 instead of 0: without a weighted row all sums are 0, whatever divides them
@@ -129,6 +129,9 @@ class ComponentsEngine:
                 )
             except NonFiniteError as error:
                 failed[component] = error
+                # the run ends and repeats the step: the fewer updates of it there are, the better
+                if not self.config.optim.skip_nonfinite:
+                    break
             else:
                 self.changed.add(component)
 

@@ -1,4 +1,4 @@
-"""Pack latents to [B, L, C]; a token is 1×2×2 latents, as in the transformers of both families.
+"""Pack latents to [B, L, C]; a token is 1×2×2 latents, as in most families' transformers.
 
 So L is the transformer's sequence length. Tokens of one frame follow each other row by row, and the
 first frame's come first. log_prob, a mean over all elements, is the same in either shape.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -73,9 +74,11 @@ def ulysses_axes(mesh: Mesh) -> TokenAxes:
     if mesh.device.type == "cpu":
         megatron_cpu.apply(mesh.device)
     # groups of one rank stand for tp
-    alone, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(mesh.world_size)])
+    timeout = timedelta(seconds=mesh.timeout_s)
+    ranks = [[rank] for rank in range(mesh.world_size)]
+    alone, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
     peers = [list(range(first, first + mesh.sp)) for first in range(0, mesh.world_size, mesh.sp)]
-    sp_group, _ = dist.new_subgroups_by_enumeration(peers)
+    sp_group, _ = dist.new_subgroups_by_enumeration(peers, timeout=timeout)
     sp_peers = group_of(sp_group)
     return TokenAxes(
         tp_group=group_of(alone),

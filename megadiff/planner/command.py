@@ -2,8 +2,8 @@
 
     megadiff plan CONFIG.yaml … key=value … --world-size N | --nodes N
 
-Of the model only the config files are read (model_index.json, transformer/config.json; text encoder
-and VAE for the replicas), so that a run can be planned before its weights are there.
+Of the model config files are read (model_index.json, transformer/config.json; text encoder and VAE
+for the replicas), and headers of weights that are there. A run can be planned without any.
 docs/memory.md explains the figures.
 Exit codes: 0 a layout fits, 1 none does, 2 the config or an argument is wrong.
 """

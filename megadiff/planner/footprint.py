@@ -197,10 +197,16 @@ def _shapes(
     class_path: (library, class) as in model_index.json.
     """
     folder = model_folder / component
+    has_config = (folder / "config.json").is_file()
     if list(folder.glob("*.safetensors")):
-        manifest = folder_manifest(model_folder, (component,), dtype=dtype)
-        return {name.removeprefix(f"{component}."): row["shape"] for name, row in manifest.items()}
-    if (folder / "config.json").is_file():
+        try:
+            rows = folder_manifest(model_folder, (component,), dtype=dtype)
+            return {name.removeprefix(f"{component}."): row["shape"] for name, row in rows.items()}
+        except ValueError:
+            # half a download; a plan needs no weights where a config describes them
+            if not has_config:
+                raise
+    if has_config:
         return {
             name: p.shape for name, p in empty_component(folder, *class_path).named_parameters()
         }

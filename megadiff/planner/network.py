@@ -133,11 +133,12 @@ def fsdp_traffic(
     What is outside of the blocks is whole from forward to backward. A block is gathered for each
     forward and each backward, of which guidance has two; its gradient is reduced once. Where whole
     weights fit, they are gathered in an update's first microbatch and gradients are reduced in its
-    last (Work.accumulates).
+    last (Work.accumulates): with guidance twice, those of all microbatches before and then the
+    last backward's.
     """
     base = {} if work.shares_base else model.shapes  # of a shared base nothing is gathered
     rest, blocks = _padded(model, {**base, **model.lora}, placing.shards)
-    trained = sum(_padded(model, model.trained, placing.shards))
+    trained_rest, trained_blocks = _padded(model, model.trained, placing.shards)
     once = work.accumulates and passes.microbatches > 1
     num_updates = passes.components * passes.updates
 
@@ -147,8 +148,10 @@ def fsdp_traffic(
     else:
         elements += passes.with_gradient * (rest + 2 * work.passes * blocks)
 
-    num_reductions = num_updates if once else passes.with_gradient
-    gradients = FLOAT32 * num_reductions * trained
+    reduced: float = passes.with_gradient * (trained_rest + trained_blocks)
+    if once:
+        reduced = num_updates * (trained_rest + work.passes * trained_blocks)
+    gradients = FLOAT32 * reduced
     return [
         Traffic(
             purpose=WEIGHTS,

@@ -58,7 +58,10 @@ def find_remedy(plan: MemoryPlan, config: Config, *, text_tokens: int) -> Remedy
         larger = replace(layout, world_size=machine.world_size, dp=times * layout.dp)
         placing = replace(placings[0], layout=larger)
         if tries.fits(placing, together, machine):
-            return tries.remedy(tries.needed(placing, together, machine), machine)
+            # None where the plan itself does not choose such a layout
+            remedy = tries.remedy(tries.needed(placing, together, machine), machine)
+            if remedy:
+                return remedy
 
     return None if config.lora.rank else _lora_remedy(plan, config, text_tokens=text_tokens)
 

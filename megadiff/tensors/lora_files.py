@@ -217,7 +217,10 @@ def _one_rank(tensors: StoredTensors, modules: list[str], path: Path) -> int:
             f"{', '.join(f'{rank} of {name}' for rank, name in ranks.items())}; megadiff has one "
             "lora.rank for all modules"
         )
-    return next(iter(ranks))
+    (rank,) = ranks
+    if rank < 1:
+        raise ValueError(f"{path} has rank {rank}, so its matrices hold no number; train it anew")
+    return rank
 
 
 def _alpha(config: Mapping[str, object], rank: int, path: Path) -> float:

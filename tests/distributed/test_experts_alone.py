@@ -189,6 +189,7 @@ def _check_not_finite(model: Path, adapter: WanAdapter, backend: str) -> None:
         advantages_N[index_N] = torch.nan
         engine = build(model, {}, **sizes)
         engine.mark_pushed()
+        engine.config.optim.skip_nonfinite = 1
         before = held(engine, broken)
         with pytest.raises(NonFiniteError, match=f"^{broken}: gradient norm is nan"):
             engine.update(replace(batch, advantages_N=advantages_N), LOSS)
@@ -196,6 +197,14 @@ def _check_not_finite(model: Path, adapter: WanAdapter, backend: str) -> None:
         for component, expected in ((broken, before), (other, held(whole, other))):
             for name, value in held(engine, component).items():
                 assert torch.equal(value, expected[name]), name
+
+    advantages_N = batch.advantages_N.clone()
+    advantages_N[:4] = torch.nan
+    engine = build(model, {}, **sizes)  # a run that ends at the first such gradient
+    engine.mark_pushed()
+    with pytest.raises(NonFiniteError, match=f"^{HIGH}: gradient norm is nan"):
+        engine.update(replace(batch, advantages_N=advantages_N), LOSS)
+    assert not engine.changed
 
 
 def _check_frozen(model: Path, batch: TrainBatch, out: Path, backend: str) -> None:

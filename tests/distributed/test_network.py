@@ -120,10 +120,11 @@ def planned(
     [
         (2, {}, 8, 1.0, False),
         (2, {}, 4, 1.0, False),  # weights are gathered once
+        (2, {}, 4, 4.0, False),  # with guidance gradients are reduced twice
         (2, {}, 4, 4.0, True),  # for each microbatch, and twice with guidance
         (4, {"dp_replicate": 2}, 4, 1.0, False),
     ],
-    ids=["one", "gathered_once", "gathered_again", "replicas"],
+    ids=["one", "gathered_once", "guided_once", "gathered_again", "replicas"],
 )
 def test_fsdp_sends_what_is_planned(
     tiny_model, tmp_path, world_size, sizes, microbatch_size, scale, is_large

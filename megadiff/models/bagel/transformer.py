@@ -8,6 +8,7 @@ prompt is causal and never sees the image, so it carries no gradient.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,20 +76,32 @@ class BagelSizes:
             sizes["latent_channels"] = config["vae_config"]["z_channels"]
             sizes["table_side"] = config["max_latent_size"]
             patch = config["latent_patch_size"]
-        except KeyError as error:
+        except (KeyError, TypeError) as error:
             raise ValueError(
                 f"{folder}: config.json and llm_config.json lack {error}; fetch them again"
             ) from error
         if patch != PATCH:
             raise ValueError(f"{folder} has latent_patch_size={patch!r}; BAGEL has {PATCH}")
         for name, size in sizes.items():
-            is_size = type(size) is int and 0 < size <= LARGEST_SIZE  # type(): True is an int too
-            if not is_size and name not in ("norm_eps", "rope_theta"):
+            # type(): True is an int too
+            is_size = type(size) is int and 0 < size <= LARGEST_SIZE
+            rule = f"a whole number from 1 to {LARGEST_SIZE}"
+            if name in ("norm_eps", "rope_theta"):
+                is_size = type(size) in (int, float) and 0 < size < math.inf
+                rule = "a number above 0"
+            if not is_size:
                 raise ValueError(
-                    f"{folder} has {name}={size!r}, not a whole number from 1 to {LARGEST_SIZE}; "
-                    "fetch config.json and llm_config.json again"
+                    f"{folder} has {name}={size!r}, not {rule}; fetch config.json and "
+                    "llm_config.json again"
                 )
-        return cls(**sizes)
+        read = cls(**sizes)
+        if read.width % read.num_heads or read.num_heads % read.num_kv_heads:
+            raise ValueError(
+                f"{folder} has width={read.width}, num_heads={read.num_heads} and "
+                f"num_kv_heads={read.num_kv_heads}, of which each must divide the one before; "
+                "fetch llm_config.json again"
+            )
+        return read
 
 
 class GatedMLP(nn.Module):

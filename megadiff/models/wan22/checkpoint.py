@@ -15,7 +15,8 @@ LOW_NOISE = "transformer_2"
 def boundary_ratio_of(folder: Path, index: Mapping[str, Any]) -> float | None:
     """Return where two transformers change, None for one. Raises ValueError for anything else."""
     # model_index.json has [null, null] for a component that a pipeline lacks
-    has_two = (index.get(LOW_NOISE) or [None, None])[1] is not None
+    entry = index.get(LOW_NOISE)
+    has_two = isinstance(entry, list) and entry[1:2] not in ([], [None])
     ratio = index.get("boundary_ratio")
     if has_two and not (isinstance(ratio, int | float) and 0 < ratio < 1):
         raise ValueError(
@@ -34,7 +35,7 @@ def boundary_ratio_of(folder: Path, index: Mapping[str, Any]) -> float | None:
 def check_experts(
     folder: Path, configs: Mapping[str, Mapping[str, Any]], *, given_channels: int
 ) -> None:
-    """Raise ValueError for a Wan of another kind, and for experts of two shapes.
+    """Raise ValueError for a Wan of another kind.
 
     configs: component → its config.json. given_channels: of the input beside the latents'.
     """
@@ -49,7 +50,7 @@ def check_experts(
                 f"(in_channels={config['in_channels']}, out_channels={config['out_channels']}); "
                 "use Wan2.1 T2V or Wan2.2"
             )
-        if tuple(config.get("patch_size", (1, PATCH, PATCH))) != (1, PATCH, PATCH):
+        if config.get("patch_size", [1, PATCH, PATCH]) != [1, PATCH, PATCH]:
             raise ValueError(
                 f"{folder / name} has patch_size={config['patch_size']}; Wan has "
                 f"[1, {PATCH}, {PATCH}]"

@@ -31,7 +31,6 @@ class WanImageToVideoAdapter(WanAdapter):
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanImageToVideoRolloutPipeline"
     needs_images = True
     needs_plain_image = True
-    needs_images = True
     supervised_obstacle = "its given first frame would be all of a video of one frame"
     given_channels = MASK_CHANNELS + LATENT_CHANNELS
 

@@ -250,6 +250,15 @@ def first(tensors: dict[str, Tensor], part: str) -> str:
             "has several ranks: 3 of ",
         ),
         (
+            lambda held: held.update(
+                {
+                    name: torch.empty(tuple(0 if size == RANK else size for size in tensor.shape))
+                    for name, tensor in held.items()
+                }
+            ),
+            "has rank 0, so its matrices hold no number",
+        ),
+        (
             lambda held: held.update(other=torch.ones(3)),
             "other is neither base_model.model.MODULE.lora_A.weight nor",
         ),
@@ -344,6 +353,17 @@ def test_rslora_keeps_its_scale(adapter: Path, tiny_model: Path, tmp_path: Path)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     assert run(folder, tmp_path / "out", "--to", "peft") == 0
     assert torch.equal(by_peft(tiny_model, folder), by_peft(tiny_model, tmp_path / "out"))
+
+
+def test_a_model_with_a_lora_beside_it_is_a_model(
+    adapter: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """As diffusers' save_lora_weights(MODEL) leaves it."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    shutil.copy(adapter / PEFT, model / "pytorch_lora_weights.safetensors")
+    assert run(model, tmp_path / "ranks", "--to", "megatron", "--tp", "2") == 0
+    assert run(tmp_path / "ranks", tmp_path / "back", "--base", tiny_model) == 0
+    assert contents(tmp_path / "back" / "transformer") == contents(tiny_model / "transformer")
 
 
 def test_whole_weights_are_not_taken_for_lora(tiny_model: Path, tmp_path: Path, capsys) -> None:

@@ -213,3 +213,22 @@ def test_a_config_that_makes_no_module_is_named(
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match="config.json makes no QwenImageTransformer2DModel: "):
         component_model(model / "transformer")
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("config.json", {"vae_config": None}, "config.json and llm_config.json lack"),
+        ("llm_config.json", {"rope_theta": "1e6"}, "rope_theta='1e6', not a number above 0"),
+        ("llm_config.json", {"num_attention_heads": 27}, "num_heads=27 and num_kv_heads=4, of"),
+        ("llm_config.json", {"hidden_size": 0}, "width=0, not a whole number from 1 to"),
+    ],
+)
+def test_sizes_that_bagel_cannot_have_are_named(
+    tmp_path: Path, file: str, changes: dict, message: str
+) -> None:
+    folder = shutil.copytree("assets/bagel", tmp_path / "bagel")
+    config = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=message):
+        build_adapter(folder)

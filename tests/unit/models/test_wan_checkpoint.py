@@ -107,6 +107,7 @@ def _change(path: Path, **changes: object) -> None:
         ),
         ("transformer_2/config.json", {"num_layers": 3}, "its experts differ in num_layers"),
         ("transformer/config.json", {"patch_size": [1, 4, 4]}, r"patch_size=\[1, 4, 4\]"),
+        ("transformer/config.json", {"patch_size": None}, "patch_size=None"),
         ("transformer/config.json", {"ffn_dim": None}, "lacks ffn_dim"),
     ],
 )

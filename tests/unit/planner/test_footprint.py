@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +57,17 @@ def test_a_vision_tower_counts_where_images_are_given(
                 tower += math.prod(file.get_slice(name).get_shape())
     assert seeing.others - blind.others == 2 * tower > 0
     assert seeing.encoder == blind.encoder
+
+
+def test_half_a_download_is_sized_by_its_config(tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    for name in ("text_encoder", "transformer"):
+        for file in (model / name).glob("*.safetensors"):
+            file.rename(file.with_name("model-00001-of-00002.safetensors"))
+        index = {"weight_map": {"a": "model-00002-of-00002.safetensors"}}
+        (model / name / "model.safetensors.index.json").write_text(json.dumps(index))
+    whole = replica_weights(build_adapter(tiny_model), dtype="bfloat16")
+    assert replica_weights(build_adapter(model), dtype="bfloat16") == whole
 
 
 def test_published_bagel_is_sized_without_weights() -> None:

@@ -58,14 +58,13 @@ def test_of_a_crash_what_came_before_it_and_who_crashed(tmp_path: Path) -> None:
 
 
 def test_a_second_death_is_told_by_the_log_of_the_second_life(tmp_path):
-    says = "import os, sys; print(sys.argv[1] if os.path.exists('lived') else 'Fatal Python error')"
-    lives = f"{says}; open('lived', 'w')"
-    command = [
-        sys.executable,
-        "-c",
-        f"import os; os.chdir({str(tmp_path)!r}); {lives}",
-        "no memory",
-    ]
+    program = f"""
+import os
+os.chdir({str(tmp_path)!r})
+print("no memory" if os.path.exists("lived") else "Fatal Python error")
+open("lived", "w")
+"""
+    command = [sys.executable, "-c", program]
     process = ServerProcess("a", command, log=tmp_path / "log", environment=dict(os.environ))
     process.process.wait()
     assert "Fatal Python error" in process.death()
