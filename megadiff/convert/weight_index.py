@@ -39,9 +39,9 @@ def new_index(
             weight_map[name] = file
 
     metadata = index.get("metadata")
-    index["metadata"] = (metadata if isinstance(metadata, dict) else {}) | {
-        "total_size": total_size
-    }
+    if not isinstance(metadata, dict):
+        metadata = {}
+    index["metadata"] = metadata | {"total_size": total_size}
     index["weight_map"] = weight_map
     return index
 
