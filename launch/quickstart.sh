@@ -2,7 +2,7 @@
 # Usage: launch/quickstart.sh [key=value ...]      e.g. launch/quickstart.sh seed=1 run.name=second
 # Sets up .venv, trains the shipped tiny Qwen-Image (configs/quickstart.yaml) and writes the run's
 # report. The last two lines tell its accuracy on held-out prompts before and after, and name the
-# report.
+# report. Relative paths start at the repository, wherever it is called from.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 launch/setup.sh

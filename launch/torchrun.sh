@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Usage: launch/torchrun.sh N CONFIG.yaml ... [key=value ...]
-# Trains with N processes on this machine.
+# Trains with N processes on this machine. Relative paths start at the repository.
 #
 # On several machines start it on each, with the same arguments, and in the environment:
 #   NNODES        how many machines there are

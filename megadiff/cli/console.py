@@ -5,17 +5,19 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import select
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from megadiff.process.lifeline import kill_children
 
 INTERRUPTED = 128 + signal.SIGINT
+READER_LEFT = 128 + signal.SIGPIPE  # as of programs that die of a `| head`
 BEFORE_FIRST_STEP = "stopped by Ctrl-C before the first step; nothing was saved\n"
 
 
@@ -106,11 +108,19 @@ def ended_by_ctrl_c(command: str) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def has_reader_left() -> bool:
+    """Tell whether stdout is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def leave(code: int) -> NoReturn:
     """Exit at once with the children that are left; everything is closed by now."""
     # The interpreter's own way out would wait for threads whose requests hang. A child with a
     # session of its own, such as the browser that shows a report, was meant to stay.
     kill_children(session=os.getsid(0))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

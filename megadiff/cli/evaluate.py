@@ -124,13 +124,17 @@ def evaluate_target(options: argparse.Namespace, config_arguments: list[str]) ->
     baseline = None
     subject, plan = resolve(options, config_arguments)
     if options.baseline:
-        baseline = resolve_baseline(subject, options.baseline, config_arguments)
+        baseline = resolve_baseline(
+            subject, options.baseline, config_arguments, force=options.force
+        )
 
     with ExitStack() as stack:
         # Two would end each other's replicas; of a run's folder as well.
         advice = "end it or wait for it, or give this one --out ANOTHER"
         lock(subject.folder, stack, wait_s=0, advice=advice)
-        check_earlier(subject.folder, force=options.force)  # the other one may have ended now
+        for evaluated in (subject, baseline):
+            if evaluated:  # the other one may have ended now
+                check_earlier(evaluated.folder, force=options.force)
         scorer = stack.enter_context(closing(Scorer(subject.config.reward)))
         scorer.validate([prompt for prompt, _ in plan])
         judges = _open_rewards(scorer, subject, stack)

@@ -19,13 +19,15 @@ from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter, check_model_folder
-from megadiff.observe.evaluation import RECORD_NAME
+from megadiff.observe.evaluation import IMAGES, RECORD_NAME
+from megadiff.report.evaluation_page import PAGE_NAME
 from megadiff.tensors.lora_files import has_loras
 from megadiff.train.check import read_prompts
 from megadiff.train.check_judges import check_judges
 from megadiff.train.evaluate import Plan, eval_sampling, spread
 from megadiff.train.run import run_folder
 
+WRITTEN = (IMAGES, PAGE_NAME)  # what an evaluation writes beside its record
 # In a pipeline folder: size, steps, prompts, rewards, … of its evaluation.
 MODEL_CONFIG = "evaluate.yaml"
 # Keys that training needs and evaluation does not look at, and a size.
@@ -102,15 +104,26 @@ def resolve(options: argparse.Namespace, config_arguments: list[str]) -> tuple[S
 
 
 def check_earlier(folder: Path, *, force: bool) -> None:
-    """Raise ValueError where the folder holds an evaluation that nobody wants to replace."""
-    if (folder / RECORD_NAME).exists() and not force:
+    """Raise ValueError where the folder holds what nobody wants to be replaced."""
+    if force:
+        return
+    if (folder / RECORD_NAME).exists():
         raise ValueError(
             f"{folder} holds an earlier evaluation; keep it with --out ANOTHER, or give --force to "
             "replace it"
         )
+    # without a record they are no evaluation's, but for one that was killed
+    others = [name for name in WRITTEN if (folder / name).exists()]
+    if others:
+        raise ValueError(
+            f"{folder} holds {', '.join(others)} and no evaluation, which would replace that; keep "
+            "it with --out ANOTHER, or give --force"
+        )
 
 
-def resolve_baseline(subject: Subject, target: Path, config_arguments: list[str]) -> Subject:
+def resolve_baseline(
+    subject: Subject, target: Path, config_arguments: list[str], *, force: bool
+) -> Subject:
     """Return the baseline, which draws from the subject's noise.
 
     A plain pipeline folder is sampled as the subject is. Raises ValueError where the baseline's
@@ -136,6 +149,7 @@ def resolve_baseline(subject: Subject, target: Path, config_arguments: list[str]
         )
 
     folder = subject.folder / "baseline"
+    check_earlier(folder, force=force)
     return Subject(target=target, config=config, adapter=adapter, folder=folder)
 
 
@@ -149,9 +163,8 @@ def config_of(target: Path, config_arguments: list[str]) -> Config:
     Raises ValueError for a target that is neither a model nor a run with a checkpoint.
     """
     if not target.is_dir():
-        raise ValueError(
-            f"{target} does not exist; give a diffusers pipeline folder or a run's folder"
-        )
+        problem = "is a file" if target.exists() else "does not exist"
+        raise ValueError(f"{target} {problem}; give a diffusers pipeline folder or a run's folder")
 
     if is_checkpoint(target):
         in_run = target.resolve().parent.name == "checkpoints"

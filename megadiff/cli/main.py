@@ -10,7 +10,9 @@ from typing import NoReturn
 import megadiff
 from megadiff.cli.console import (
     INTERRUPTED,
+    READER_LEFT,
     ended_by_ctrl_c,
+    has_reader_left,
     interrupted_text,
     leave,
     quiet_imports,
@@ -85,8 +87,16 @@ def entry() -> NoReturn:
     # At the end, so that no file there hides a module of ours or of a library.
     sys.path.append("")
     show_crashes()
+    for stream in (sys.stdout, sys.stderr):
+        # a terminal that is not UTF-8 shows question marks, rather than an error
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not has_reader_left():
+            raise
+        code = READER_LEFT
     except KeyboardInterrupt:
         command = "".join(sys.argv[1:2])
         sys.stderr.write(interrupted_text(command))

@@ -59,9 +59,12 @@ def _shown(row: Announcement, stacks: dict[int, str], wait_s: float) -> str:
 def _commands(elsewhere: Sequence[Announcement], run: Path) -> dict[str, list[str]]:
     """Return the command for each other host → the processes that are there."""
     commands: dict[str, list[str]] = {}
-    asked = f"megadiff stacks {shlex.quote(str(run.absolute()))}"
+    # whole: .venv is on no PATH of a login without a terminal
+    program = [sys.executable, "-m", "megadiff.cli.main", "stacks", str(run.absolute())]
+    asked = shlex.join(program)
     for row in elsewhere:
-        command = f"ssh {row.host} {asked}"
+        # ssh joins its words, and the shell there takes them apart again
+        command = f"ssh {row.host} {shlex.quote(asked)}"
         if row.job:
             command = f"srun --jobid {row.job} --overlap -w {row.host} -n 1 {asked}"
         commands.setdefault(command, []).append(row.name)

@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         check_model_path(config, arguments)
         world_size = world_size_from_env()
 
+        _check_options(options)
         if options.dry_run:
             world_size = options.world_size or world_size
             ranks_per_node = options.gpus_per_node or local_world_size_of(world_size)
@@ -114,6 +115,20 @@ def main(argv: list[str] | None = None) -> int:
     except Exception:  # shown whole; what it left ends in leave()
         logger.exception("rank %d failed", rank)
         return 1
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise ValueError for options of --dry-run without it, which would be ignored."""
+    given = {
+        "--json": options.json,
+        "--world-size": options.world_size,
+        "--gpus-per-node": options.gpus_per_node,
+    }
+    for name, value in given.items():
+        if value and not options.dry_run:
+            raise ValueError(f"{name} is for --dry-run; give both, or leave it out")
+        if value is not None and value < 0:
+            raise ValueError(f"{name} {value} < 1; give how many there are")
 
 
 def train_rank(config: Config, *, world_size: int, ends_process: bool = True) -> None:

@@ -155,7 +155,7 @@ def _model_findings(
         # Here, as they import torch, which takes seconds.
         from megadiff.doctor import model, run_config
     except (ImportError, OSError) as failure:
-        yield error("imports", f"a package does not import: {failure}", fix="launch/setup.sh")
+        yield error("imports", f"a package does not import: {failure}", fix=versions.SET_UP_AGAIN)
         return
 
     folder = options.model or Path(config.model.path if config else "")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadiff.doctor.finding import Finding, error, ok, size_text, warning
+from megadiff.process.network import LARGEST_PORT
 
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -24,7 +25,6 @@ STACK_BYTES = 8 * MIB  # of a thread; compilers recurse deeply
 UNLIMITED = resource.RLIM_INFINITY
 RENDEZVOUS_PORT = 29500  # launch/torchrun.sh
 SERVE_PORT = 8000  # `megadiff serve MODEL`
-LARGEST_PORT = 65535
 
 
 @dataclass(frozen=True, kw_only=True)

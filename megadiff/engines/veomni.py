@@ -142,8 +142,7 @@ class VeOmniEngine(ShardedEngine):
         """Reduce gradients and free gathered weights after the last backward only, if they fit.
 
         Each update then gathers the weights once. FSDP2 keeps the root's from forward to backward
-        anyway. With guidance a block's backward comes twice in the last microbatch: the first one
-        reduces what all before have added up, the second one its own.
+        anyway. Of guidance's two last backwards one reduces all before, the other its own.
         """
         sync = last or self._sync_every_microbatch
         keeps = self._are_whole or not sync

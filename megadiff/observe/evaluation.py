@@ -234,6 +234,10 @@ class Comparison:
         """Return the rewards of both, in the evaluation's order."""
         return [name for name in self.evaluation.reward_names if name in self.baseline.reward_names]
 
+    def is_share(self, reward: str) -> bool:
+        """Return True when both have values of the reward that are all 0 or 1."""
+        return self.evaluation.is_share(reward) and self.baseline.is_share(reward)
+
     def difference(self, reward: str, task: str | None = None) -> Difference:
         """Return the mean of paired differences, of all pairs or those of one task."""
         before = self.baseline.by_identity
@@ -247,7 +251,7 @@ class Comparison:
                 gains.append(ours - theirs)
 
         interval = _mean_estimate(gains)
-        is_share = self.evaluation.is_share(reward) and self.baseline.is_share(reward)
+        is_share = self.is_share(reward)
         if is_share and interval.low is not None and interval.high is not None:
             # No share changes by more than 1; the interval of few pairs would.
             interval = replace(interval, low=max(-1.0, interval.low), high=min(1.0, interval.high))
@@ -347,6 +351,9 @@ def read_evaluation(folder: Path) -> Evaluation:
         samples = [EvaluatedSample(**sample) for sample in record["samples"]]
         # The record's estimates are left out: they are made anew from the samples.
         settings = {name: record[name] for name in RECORDED}
+        names = {tuple(sorted(sample.rewards)) for sample in samples}
+        if len(names) != 1:
+            raise ValueError(f"{len(samples)} samples with {len(names)} sets of rewards")
         return Evaluation(**settings, samples=samples)
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -163,9 +164,9 @@ def parse_event(line: str) -> Event | None:
             lost_s=float(row.get("lost_s", 0.0)),
             text=str(row.get("text", "")),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    return event
+    return event if math.isfinite(event.lost_s) else None
 
 
 def _file_name(node: int) -> str:

@@ -20,8 +20,10 @@ from megadiff.observe.metrics import (
     config_number,
     metric_keys,
     pretty_number,
+    reward_weights,
     step_of,
     verdict,
+    wanted,
 )
 
 # Steps averaged at each end of a run: prompts differ from step to step, and diversity with them.
@@ -149,7 +151,7 @@ def signs(rows: Rows, config: Mapping[str, Any], heldout: Comparison | None = No
     remedy = f"Look at the samples; {kl}, or go back to an earlier checkpoint."
 
     gravest_first = sorted(
-        [*_falls(rows, ends), *_shifts(rows, ends), *_lags(rows, heldout)],
+        [*_falls(rows, ends), *_shifts(rows, ends), *_lags(rows, reward_weights(config), heldout)],
         key=lambda sign: -sign.gravity,
     )
     return [
@@ -204,7 +206,7 @@ def _shifts(rows: Rows, ends: Verdict) -> Iterator[Sign]:
         yield Sign(kind=name, gravity=2, claim=claim)
 
 
-def _lags(rows: Rows, heldout: Comparison | None) -> Iterator[Sign]:
+def _lags(rows: Rows, weights: Mapping[str, float], heldout: Comparison | None) -> Iterator[Sign]:
     """Yield held-out scores that lag behind what training gained up to the last evaluation."""
     last_evaluated = -1
     for row in rows:
@@ -219,18 +221,22 @@ def _lags(rows: Rows, heldout: Comparison | None) -> Iterator[Sign]:
 
     for name, change in _scores(rows, heldout).items():
         claim = f"{_while(ends)} the held-out score {name}"
-        if change.high < 0 and change.first - change.last >= LEAST_FALL * abs(change.first):
-            claim += f" fell {change}: the policy is likely to exploit the reward."
+        wants = wanted(weights, name)
+        most = max(wants * change.low, wants * change.high)  # that the score may have gained
+        loss = wants * (change.first - change.last)
+        if most < 0 and loss >= LEAST_FALL * abs(change.first):
+            verb = "fell" if wants > 0 else "rose"
+            claim += f" {verb} {change}: the policy is likely to exploit the reward."
             yield Sign(kind=f"{name} falls", gravity=5, claim=claim)
             continue
 
         trained = verdict(rows, key=f"reward/{name}")
         scores = (ends.first, ends.last, change.first, change.last)
         # A score that is not trained should follow the total, where both are of one scale.
-        if trained is None and all(0 <= score <= 1 for score in scores):
+        if trained is None and wants > 0 and all(0 <= score <= 1 for score in scores):
             trained = ends
 
-        if trained and trained.is_clear and change.high < FOLLOWS * trained.gain:
+        if trained and trained.is_clear and most < FOLLOWS * wants * trained.gain:
             values = f"({pretty_number(change.first)}, then {pretty_number(change.last)})"
             claim += f" did not follow {values}: the policy may be exploiting the reward, or "
             claim += "learning prompts by heart."

@@ -72,6 +72,20 @@ def config_number(config: Mapping[str, Any], section: str, key: str) -> float | 
         return None
 
 
+def reward_weights(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return reward → its weight, 1 where the config has none."""
+    rewards = config.get("reward") or {}
+    # What somebody edited may be no section.
+    sections = {name: args for name, args in rewards.items() if isinstance(args, Mapping)}
+    weights = {name: config_number(sections, name, "weight") for name in sections}
+    return {name: 1.0 if weight is None else weight for name, weight in weights.items()}
+
+
+def wanted(weights: Mapping[str, float], reward: str) -> int:
+    """Return 1 for a reward that training wants to rise, -1 for one of a weight below 0."""
+    return -1 if weights.get(reward, 1.0) < 0 else 1
+
+
 def median(values: Iterable[float | None]) -> float | None:
     """Return the median of the finite values, None without any."""
     numbers = finite(values)

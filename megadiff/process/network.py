@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 ANY_PORT = 9  # nothing is sent there
+LARGEST_PORT = 65535
 
 
 def address_towards(host: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from megadiff.observe.metrics import (
     config_number,
     pretty_number,
     verdict,
+    wanted,
 )
 from megadiff.process.words import counted
 from megadiff.report.evaluation_page import Weights, leading_reward
@@ -66,11 +68,11 @@ def _did_it_work(run: RunRecord, ends: Verdict) -> PageAnswer:
         sentence = "Held-out samples were scored by other rewards before and after."
         return PageAnswer(question=question, mark=UNSURE, sentences=[sentence])
 
-    mark, sentence = _heldout_change(run.heldout, leading)
+    mark, sentence = _heldout_change(run.heldout, leading, wants=wanted(run.weights, leading))
     sentences = [sentence]
 
     for name in run.heldout.reward_names:
-        if name in run.untrained and evaluation.is_share(name):
+        if name in run.untrained and run.heldout.is_share(name):
             sentences.append(f"Watched, not trained on: {_amount(run.heldout, name)}.")
     return PageAnswer(question=question, mark=mark, sentences=sentences)
 
@@ -89,8 +91,11 @@ def _change_in_training(ends: Verdict) -> tuple[str, str]:
     return (GOOD, f"Yes: {change}.") if is_better else (BAD, f"No: {change}.")
 
 
-def _heldout_change(heldout: Comparison, reward: str) -> tuple[str, str]:
-    """Return the mark and the sentence for what training did to held-out samples."""
+def _heldout_change(heldout: Comparison, reward: str, *, wants: int) -> tuple[str, str]:
+    """Return the mark and the sentence for what training did to held-out samples.
+
+    wants: as wanted() says of the reward.
+    """
     gain = heldout.difference(reward)
     # Those that have the reward, which a prompt may not ask for.
     samples = counted(gain.n, "held-out sample")
@@ -100,13 +105,13 @@ def _heldout_change(heldout: Comparison, reward: str) -> tuple[str, str]:
         return UNSURE, f"Not that it shows: {sentence.removesuffix('.')}; {few}"
     if not gain.is_clear:
         return UNSURE, f"Not that it shows: {sentence}"
-    return (GOOD, f"Yes: {sentence}") if gain.mean > 0 else (BAD, f"No: {sentence}")
+    return (GOOD, f"Yes: {sentence}") if wants * gain.mean > 0 else (BAD, f"No: {sentence}")
 
 
 def _amount(heldout: Comparison, reward: str) -> str:
     """Write `+21.2 points of shapes_strict, 95 % interval +18.8 to +23.7`."""
     gain = heldout.difference(reward)
-    form = RewardFormat(heldout.evaluation.is_share(reward))
+    form = RewardFormat(heldout.is_share(reward))
     unit = " points" if form.is_share else ""
     amount = f"{form.gain(gain.mean)}{unit}".replace("-", "−")
     interval = form.interval(gain).replace("-", "−")
@@ -170,7 +175,8 @@ def _what_next(run: RunRecord, *, is_good: bool, has_reward: bool) -> PageAnswer
         if late is not None and late.is_clear and late.gain > 0:
             sentences.append("The reward still rises: a larger train.num_steps goes on from here.")
     if run.is_finished and is_good:
-        sentences.append(f"Take the model: megadiff convert {_from_here(run.folder)} OUT")
+        folder = shlex.quote(str(_from_here(run.folder)))
+        sentences.append(f"Take the model: megadiff convert {folder} OUT")
     if not sentences:
         sentences = ["Look at the samples below, then change one thing."]
     return PageAnswer(question="What next?", sentences=sentences)
@@ -186,7 +192,8 @@ def _weakest_task(heldout: Comparison, weights: Weights) -> Iterator[str]:
     """Yield which task has most left to learn, where the leading reward is a share."""
     evaluation = heldout.evaluation
     reward = leading_reward(evaluation, weights)
-    if len(evaluation.tasks) < 2 or not evaluation.is_share(reward):
+    is_accuracy = evaluation.is_share(reward) and wanted(weights, reward) > 0
+    if len(evaluation.tasks) < 2 or not is_accuracy:
         return
     estimates = {task: evaluation.estimate(reward, task) for task in evaluation.tasks}
     means = {task: estimate.mean for task, estimate in estimates.items() if estimate.n}

@@ -44,9 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page, then the summary and the page's name on stdout; 2 where a RUN is no run."""
     args = build_parser().parse_args(argv)
-    # A terminal that is not UTF-8 shows question marks, rather than an error.
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
+        _check_out(args.out)
         runs = read_runs(args.runs)
         write_comparison(args.out, runs)
     except (ValueError, OSError) as error:
@@ -54,6 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     sys.stdout.write(f"{to_text(runs)}\n{args.out}\n")
     return 0
+
+
+def _check_out(page: Path) -> None:
+    """Raise ValueError for a place of the page that is a file of another kind, or no place."""
+    if page.exists() and page.suffix != ".html":
+        raise ValueError(f"--out {page} is there and no .html; give another name")
+    if not page.absolute().parent.is_dir():
+        raise ValueError(f"--out {page}: there is no folder {page.parent}; make it first")
 
 
 def write_comparison(path: Path, runs: Sequence[ComparedRun]) -> Path:

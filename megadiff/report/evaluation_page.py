@@ -88,7 +88,7 @@ def headline(evaluation: Evaluation, comparison: Comparison | None = None) -> st
 
 def reward_sentence(comparison: Comparison, reward: str, subject: str, **words: str) -> str:
     """Say what a reward did, and whether that is clear."""
-    form = RewardFormat(comparison.evaluation.is_share(reward))
+    form = RewardFormat(comparison.is_share(reward))
     first = form.value(comparison.baseline.estimate(reward).mean)
     last = form.value(comparison.evaluation.estimate(reward).mean)
     gain = comparison.difference(reward)
@@ -132,7 +132,7 @@ def _difference_section(comparison: Comparison) -> Section:
     rows = [["", "change", *DIFFERENCE_HEAD]]
     for reward in comparison.reward_names:
         # Percentage points: 10 % more of 50 % would be 55 %.
-        unit = " points" if comparison.evaluation.is_share(reward) else ""
+        unit = " points" if comparison.is_share(reward) else ""
         for name, task in groups(comparison.evaluation):
             gain, *cells = difference_cells(comparison, reward, task)
             rows.append([f"{reward}, {name}", gain + unit, *cells])

@@ -56,9 +56,16 @@ def reward_format(evaluations: Sequence[Evaluation], reward: str) -> RewardForma
     return RewardFormat(all(evaluation.is_share(reward) for evaluation in scored))
 
 
+def format_of(evaluation: Evaluation, comparison: Comparison | None, reward: str) -> RewardFormat:
+    """Return the format of an evaluation's reward, which fits a baseline's values as well."""
+    if comparison and reward in comparison.reward_names:
+        return RewardFormat(comparison.is_share(reward))
+    return RewardFormat(evaluation.is_share(reward))
+
+
 def to_text(evaluation: Evaluation, comparison: Comparison | None = None) -> str:
     """Write a table per reward with a row a task, then diversity, each beside the baseline's."""
-    # ASCII alone: a terminal or a log may not show other characters.
+    # No characters beyond ASCII of ours: a terminal or a log may not show them.
     head = f"{evaluation.model}: {settings_text(evaluation)}"
     if comparison:
         baseline = comparison.baseline
@@ -106,7 +113,7 @@ def _rows(
     evaluation: Evaluation, comparison: Comparison | None, reward: str
 ) -> Iterator[list[str]]:
     """Yield the head of a reward's table, then a row over all samples and one a task."""
-    form = RewardFormat(evaluation.is_share(reward))
+    form = format_of(evaluation, comparison, reward)
     if comparison:
         yield [reward, "baseline", "now", "points" if form.is_share else "change", *DIFFERENCE_HEAD]
     else:
@@ -127,7 +134,7 @@ DIFFERENCE_HEAD = ("95 % interval", "won", "lost", "tied", "samples")
 
 def difference_cells(comparison: Comparison, reward: str, task: str | None) -> list[str]:
     """Return the mean change, then the cells under DIFFERENCE_HEAD."""
-    form = RewardFormat(comparison.evaluation.is_share(reward))
+    form = RewardFormat(comparison.is_share(reward))
     gain = comparison.difference(reward, task)
     outcomes = map(SHARE.value, (gain.won, gain.lost, gain.tied))
     return [form.gain(gain.mean), form.interval(gain), *outcomes, str(gain.n)]

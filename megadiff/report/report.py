@@ -43,7 +43,7 @@ from megadiff.report.evaluation_page import (
     wall,
 )
 from megadiff.report.evaluation_strips import evaluation_strips
-from megadiff.report.evaluation_table import RewardFormat, reward_format
+from megadiff.report.evaluation_table import format_of
 from megadiff.report.events_section import events_parts
 from megadiff.report.page import TEMPLATES, Section, Tile, change_sentence, write_page
 from megadiff.report.pictures import comes_again, pick_rows, strips
@@ -125,7 +125,7 @@ def held_out_headline(
     reward = leading_reward(heldout.evaluation, weights)
     if not weights.get(reward, 1.0) or reward not in heldout.reward_names:
         return None
-    is_share = reward_format([heldout.baseline, heldout.evaluation], reward).is_share
+    is_share = heldout.is_share(reward)
     if accuracy_only and not is_share:
         return None
     subject = "Held-out accuracy" if is_share else f"Held-out {reward}"
@@ -180,7 +180,7 @@ def _heldout_tile(run: RunRecord) -> Tile:
     _, last = run.evaluations[-1]
     heldout = run.heldout
     reward = leading_reward(last, run.weights)
-    form = RewardFormat(last.is_share(reward))
+    form = format_of(last, heldout, reward)
     mean = last.estimate(reward)
     detail = f"95 %: {form.interval(mean)}"
 

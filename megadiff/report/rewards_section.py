@@ -13,7 +13,9 @@ from megadiff.observe.metrics import (
     median,
     metric_keys,
     pretty_number,
+    reward_weights,
     verdict,
+    wanted,
 )
 from megadiff.observe.samples import SavedSample
 from megadiff.report.charts import Drawing
@@ -37,7 +39,7 @@ def rewards_parts(
     names = _names(rows, config)
     if not names:
         return {}
-    strips = list(_extremes(names, samples))
+    strips = list(_extremes(names, samples, reward_weights(config)))
     return {"charts": (), "table": _table(names, rows, config), "strips": strips}
 
 
@@ -95,7 +97,9 @@ def _weight(config: Mapping[str, Any], name: str) -> str:
     return "0, only watched" if weight == 0 else pretty_number(weight)
 
 
-def _extremes(names: Sequence[str], samples: Sequence[SavedSample]) -> Iterator[Drawing]:
+def _extremes(
+    names: Sequence[str], samples: Sequence[SavedSample], weights: Mapping[str, float]
+) -> Iterator[Drawing]:
     """Yield a strip a reward: the best and the worst saved sample of the first and last step.
 
     Samples without a score have no say. Where all scores are equal there is no best one.
@@ -110,7 +114,8 @@ def _extremes(names: Sequence[str], samples: Sequence[SavedSample]) -> Iterator[
                 if sample.step == step and finite([sample.rewards.get(name)])
             }
             if len(scores) > 1:
-                chosen[name] += [("best", scores[max(scores)]), ("worst", scores[min(scores)])]
+                worst, *_, best = sorted(scores, reverse=wanted(weights, name) < 0)
+                chosen[name] += [("best", scores[best]), ("worst", scores[worst])]
 
     pictures = load_pictures([sample.path for pairs in chosen.values() for _, sample in pairs])
     for name, pairs in chosen.items():

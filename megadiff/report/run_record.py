@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 from megadiff.observe.evaluation import Comparison
 from megadiff.observe.events import Event, read_events
 from megadiff.observe.heldout import compare, read_evaluations
-from megadiff.observe.metrics import Rows, config_number, read_rows, step_of
+from megadiff.observe.metrics import Rows, config_number, read_rows, reward_weights, step_of
 from megadiff.observe.samples import SavedSample, read_samples
 from megadiff.observe.trackers import METRICS_NAME
 from megadiff.report.evaluation_page import Evaluations
@@ -21,6 +22,7 @@ from megadiff.report.evaluation_page import Evaluations
 logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.yaml"
+PROGRESS_NAME = "progress.json"  # in a checkpoint; the module that writes it imports torch
 MAX_NAMED = 5  # runs, in an error
 
 
@@ -50,7 +52,7 @@ class RunRecord:
     def num_steps(self) -> int | None:
         """Return how many steps were asked for."""
         number = config_number(self.config, "train", "num_steps")
-        return None if number is None else int(number)
+        return None if number is None or not math.isfinite(number) else int(number)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -64,15 +66,6 @@ class RunRecord:
     @property
     def is_finished(self) -> bool:
         return self.num_steps is not None and self.last_step >= self.num_steps
-
-
-def reward_weights(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return reward → its weight, 1 where the config has none."""
-    rewards = config.get("reward") or {}
-    # What somebody edited may be no section.
-    sections = {name: args for name, args in rewards.items() if isinstance(args, Mapping)}
-    weights = {name: config_number(sections, name, "weight") for name in sections}
-    return {name: 1.0 if weight is None else weight for name, weight in weights.items()}
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -114,6 +107,9 @@ def check_run(folder: Path) -> None:
         raise ValueError(f"{folder} is no folder; give a run's folder, e.g. runs/<name>")
     if _is_run(folder):
         return
+    if _is_checkpoint(folder):
+        run = folder.resolve().parent.parent
+        raise ValueError(f"{folder} is a checkpoint; give its run's folder, {run}")
 
     runs = sorted(path.name for path in folder.iterdir() if _is_run(path))
     hint = "give runs/<name>"
@@ -125,4 +121,9 @@ def check_run(folder: Path) -> None:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / CONFIG_NAME).is_file() or (folder / METRICS_NAME).is_file()
+    has_record = (folder / CONFIG_NAME).is_file() or (folder / METRICS_NAME).is_file()
+    return has_record and not _is_checkpoint(folder)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / PROGRESS_NAME).is_file()

@@ -40,15 +40,16 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the run until q or Ctrl-C; return 0, or 2 when RUN is no run."""
     args = build_parser().parse_args(argv)
-    # A terminal that is not UTF-8 shows question marks, rather than none of it.
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     console = Console(highlight=False, markup=False, emoji=False)
 
     try:
-        with no_notes(), suppress(KeyboardInterrupt, BrokenPipeError):  # or the end of `| head`
+        with no_notes(), suppress(KeyboardInterrupt):
             follower = RunFollower(args.run)
             if args.once or not sys.stdout.isatty() or console.is_dumb_terminal:
-                console.print(frame(follower.look(), console.width))
+                # not by rich itself, which ends the process where a `| head` has ended
+                with console.capture() as text:
+                    console.print(frame(follower.look(), console.width))
+                sys.stdout.write(text.get())
             else:
                 _show(follower, console)
     except (ValueError, OSError) as error:

@@ -24,16 +24,16 @@ from megadiff.observe.metrics import (
     format_seconds,
     median,
     pretty_number,
+    reward_weights,
     step_of,
     step_seconds,
     verdict,
 )
 from megadiff.report.blocks import bar, plot, sparkline
 from megadiff.report.evaluation_page import leading_reward
-from megadiff.report.evaluation_table import RewardFormat
+from megadiff.report.evaluation_table import format_of
 from megadiff.report.report import TEXTS, stage_seconds
 from megadiff.report.run_follower import RunView
-from megadiff.report.run_record import reward_weights
 
 RECENT_STEPS = 20  # whose medians are the present speed
 # Without a new line this long, and as long as ten steps and an evaluation, a run may hang.
@@ -271,7 +271,7 @@ def _heldout_cells(view: RunView, is_wide: bool) -> Iterator[FigureCells]:
     percent = "95 %: " if is_wide else ""
 
     for name in names:
-        form = RewardFormat(evaluation.is_share(name))
+        form = format_of(evaluation, view.heldout, name)
         now = form.value(evaluation.estimate(name).mean)
         values = column(view.rows, f"eval/{name}")
         if view.heldout is None or name not in view.heldout.reward_names:

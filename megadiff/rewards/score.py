@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 
@@ -18,6 +17,7 @@ from megadiff.process.workers import share_of_cores
 from megadiff.rewards.answers import FLOAT32_MAX, samples_text
 from megadiff.rewards.base import Reward, RewardContext, RewardError, RewardSample, build_rewards
 from megadiff.rewards.gil_watch import GRACE_S, GilWatch
+from megadiff.rewards.names import check_name, own_figures
 from megadiff.rewards.routes import applies, check_routes
 from megadiff.rewards.score_call import ScoreCall
 from megadiff.rewards.workers import Workers
@@ -26,12 +26,6 @@ from megadiff.types import Figures, Prompt, RolloutGroup, Tensors
 logger = logging.getLogger(__name__)
 
 TOTAL = "total"  # the key of the weighted sum beside the rewards' own names
-# figures of the total under reward/, of it and of diversity under eval/
-TAKEN = frozenset(
-    ("mean", "std", "group_std", "zero_std_ratio", "colour_entropy_bit", "latent_spread")
-) | {"saturation"}
-NAME = re.compile(r"[A-Za-z0-9_.\-]+")  # of a reward
-FIGURE = re.compile(r"[A-Za-z0-9_]+")  # of its own figures
 CLOSE_WAIT_S = 1.0  # for calls that still run when the scorer is closed
 MAX_WORKERS = 16  # that rewards share
 DROP_LIMIT = 0.05  # of a step's samples of one reward; beyond it something is broken
@@ -50,7 +44,7 @@ class Scorer:
         self, configs: Mapping[str, RewardConfig], *, num_workers: int | None = None
     ) -> None:
         for name in configs:
-            _check_name(name)
+            check_name(name)
         for name, config in configs.items():
             if not abs(config.weight) <= FLOAT32_MAX:
                 raise ValueError(
@@ -210,7 +204,7 @@ class Scorer:
             figures[name] = {
                 "seconds": self._seconds[name],
                 "dropped": float(self._num_dropped[name]),
-                **_own_figures(reward),
+                **own_figures(reward),
             }
         self._seconds = dict.fromkeys(self.rewards, 0.0)
         self._num_dropped = dict.fromkeys(self.rewards, 0)
@@ -367,38 +361,3 @@ class Scorer:
             f"the total reward on {samples_text([sample])} is {terms}, beyond float32's "
             f"{FLOAT32_MAX:.2g}; lower the rewards' weights"
         )
-
-
-def _check_name(name: str) -> None:
-    """Raise ValueError for a name that cannot be a part of metrics' keys, or would hide a key."""
-    if name == TOTAL:
-        raise ValueError(
-            f"reward.{TOTAL}: this name is taken by the weighted sum; rename the reward"
-        )
-    if name in TAKEN:
-        raise ValueError(
-            f"reward.{name}: the metric reward/{name} or eval/{name} is another figure; rename the "
-            f"reward to none of {', '.join(sorted(TAKEN))}"
-        )
-    if not NAME.fullmatch(name):
-        raise ValueError(
-            f"reward.{name}: the name is a part of metrics' keys; use letters from a to z, digits, "
-            "_ . - only"
-        )
-
-
-def _own_figures(reward: Reward) -> Figures:
-    """Return the reward's own figures as floats. A log takes no tensors and no numpy numbers."""
-    key = ""
-    figures: Figures = {}
-    try:
-        for key, value in reward.figures().items():
-            if not FIGURE.fullmatch(key):
-                raise ValueError("its name may have letters from a to z, digits and _ only")
-            figures[key] = float(value)
-    except Exception as error:  # user code may raise anything
-        where = f"{key!r} of figures()" if key else "figures()"
-        raise RewardError(
-            f"reward {reward.name!r} failed in {where}: {error}; return a dict of one number a name"
-        ) from error
-    return figures

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from megadiff.process.descriptors import raise_soft_limit
 from megadiff.process.garbage import collection_paused, freeze_startup_objects
 from megadiff.process.lifeline import exit_with, kill_children
+from megadiff.process.network import LARGEST_PORT
 from megadiff.process.stacks import announce
 from megadiff.process.title import set_title
 from megadiff.process.versions import sampling_code
@@ -30,7 +31,6 @@ if TYPE_CHECKING:  # imports torch
     from megadiff.models.adapter import ModelAdapter
 
 logger = logging.getLogger(__name__)
-LARGEST_PORT = 65535
 GRACE_S = 1  # after SIGTERM: for the requests in flight of a replica that ends with its run
 LEAVE_S = 120  # of one that leaves a run which goes on: it finishes them
 KEEP_ALIVE_S = 600  # longer than any client's, or a request may meet a connection that closes

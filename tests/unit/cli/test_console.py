@@ -119,3 +119,21 @@ def test_ctrl_c_is_one_line(command: str, line: str, when: str) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (130, line)
+
+
+@pytest.mark.parametrize("command", [["--help"], ["train", "--help-config"]])
+def test_a_reader_that_leaves_ends_it_quietly(command: list[str]) -> None:
+    """As `| head` does."""
+    program = [sys.executable, "-m", "megadiff.cli.main", *command]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 128 + signal.SIGPIPE
+
+
+def test_a_terminal_that_knows_no_unicode_shows_question_marks() -> None:
+    program = [sys.executable, "-m", "megadiff.cli.main", "--help"]
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(program, env=environment, capture_output=True, check=True)
+    assert b"usage: megadiff COMMAND ?" in done.stdout and not done.stderr

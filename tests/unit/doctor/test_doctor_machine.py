@@ -263,7 +263,7 @@ def test_broken_installation() -> None:
     assert done.returncode == 1, done.stderr
     (finding,) = [row for row in json.loads(done.stdout) if row["name"] == "imports"]
     assert "a package does not import: import of torch halted" in finding["text"]
-    assert finding["fix"] == "launch/setup.sh"
+    assert finding["fix"] == "rm -f .venv/setup-stamp; launch/setup.sh"
 
 
 def test_lines_are_aligned() -> None:

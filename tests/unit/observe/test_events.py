@@ -114,6 +114,7 @@ def test_long_texts_are_cut(tmp_path):
         '{"time": "x", "step": 1, "event": "e"}',
         '{"time": "2026-01-01T00:00:00Z", "step": null, "event": "e"}',
         '{"time": "2026-01-01T00:00:00Z", "step": 1, "event": "e", "lost_s": []}',
+        '{"time": "2026-01-01T00:00:00Z", "step": 1, "event": "e", "lost_s": Infinity}',
     ],
 )
 def test_what_is_no_event_is_none(line):

@@ -188,6 +188,22 @@ def test_held_out_scores_are_judged_by_their_own_noise(rate, flips, kind):
     assert kinds(rows, pairs) == kind
 
 
+@pytest.mark.parametrize(
+    "rate, kind",
+    [(0.36, []), (0.49, ["shapes_strict lags"]), (0.6, ["shapes_strict falls"])],
+)
+def test_a_score_of_a_weight_below_zero_is_wanted_to_fall(rate, kind):
+    rows = run(evals={"shapes_strict": lambda done: 0.5 + (rate - 0.5) * done})
+    for row in rows:
+        if "reward/mean" in row:
+            row["reward/shapes_strict"] = 1 - row["reward/mean"]
+    pairs = Comparison(evaluation=evaluation(STEPS, rate), baseline=evaluation(0, 0.5))
+    config = {"reward": {"shapes_strict": {"weight": -1}}}
+    found = signs(rows, config, pairs)
+    assert [sign.kind for sign in found] == kind
+    assert all("rose from 0.5" in sign.claim for sign in found if sign.kind.endswith("falls"))
+
+
 def test_a_held_out_score_is_compared_with_training_as_far_as_it_was_evaluated():
     late = lambda done: 0.5 if done < 0.5 else 0.7  # noqa: E731
     rows = run(mean=late, color=late, every=50, evals={"color": constant(0.5)})

@@ -49,6 +49,15 @@ def test_a_change_counts_the_samples_that_have_the_reward(
     assert re.match(words.replace("+", r"\+"), work.sentences[0])
 
 
+def test_a_reward_of_a_weight_below_zero_has_worked_where_it_fell(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_right=7)
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("type: color", "type: color, weight: -1"))
+    run = read_run(folder)
+    (work, *_) = answers(run, verdict(run.rows))
+    assert work.mark == "bad" and work.sentences[0].startswith("No: +87.5 points of color")
+
+
 def test_a_short_run_shows_nothing_yet(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", num_right=0, num_steps=8))
     (work, *_) = answers(run, verdict(run.rows))

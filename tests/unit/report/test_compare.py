@@ -142,6 +142,36 @@ def test_what_cannot_be_compared_is_refused(runs, tmp_path, capsys):
         assert words in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
 
+    config = runs[0] / "config.yaml"
+    before = config.read_text()
+    for out, words in ((config, "is there and no .html"), (tmp_path / "no/a.html", "no folder")):
+        assert main([*map(str, runs), "--out", str(out)]) == 2
+        assert words in capsys.readouterr().err
+    assert config.read_text() == before
+
+
+def test_a_checkpoint_is_no_run(runs, tmp_path, capsys):
+    """Though it holds the run's config."""
+    checkpoint = tmp_path / "run/checkpoints/step_000003"
+    checkpoint.mkdir(parents=True)
+    for name in ("config.yaml", "progress.json"):
+        (checkpoint / name).write_text("{}")
+    assert main([str(runs[0]), str(checkpoint)]) == 2
+    assert f"is a checkpoint; give its run's folder, {tmp_path}/run" in capsys.readouterr().err
+    assert main([str(runs[0]), str(checkpoint.parent)]) == 2
+    assert "it holds runs" not in capsys.readouterr().err
+
+
+def test_values_and_their_change_are_written_alike(tmp_path):
+    """Where scores are shares in one evaluation only, as of a policy that has collapsed."""
+    for name, scale in (("before", 0.44), ("now", 1.0)):
+        folder = write_run(tmp_path / name, steps=20, evaluated=True, size=8)
+        found, _ = evaluation_of(20, num_steps=20)
+        samples = [replace(sample, rewards={"shapes_strict": scale}) for sample in found.samples]
+        write_evaluation(evaluation_folder(folder, 20), replace(found, samples=samples), {})
+    (_, row) = pair_up(read_runs([tmp_path / "before", tmp_path / "now"])).rows
+    assert row[4:7] == ["0.44", "1", "+0.56"]
+
 
 def test_names_of_runs_are_escaped(tmp_path):
     folders = [tmp_path / "<b>a", tmp_path / "b"]

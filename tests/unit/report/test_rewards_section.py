@@ -80,6 +80,9 @@ def test_best_and_worst_are_of_those_with_a_score(tmp_path):
         ("9 worst", -0.5),
     ]
     assert [look["alt"] for look in strip["looks"]] == ["c, step 9", "e, step 9"]
+    config = {"reward": {"text": {"weight": -2}, "empty": {}}}
+    (strip,) = rewards_parts([], config, samples)["strips"]
+    assert [look["reward"] for look in strip["looks"]] == [-0.5, 0.9]
 
 
 def test_the_page_has_the_section_and_a_run_without_scores_too(tmp_path):

@@ -132,6 +132,21 @@ def test_a_dry_run_closes_them(arguments: list[str], capsys: pytest.CaptureFixtu
     assert Counted.calls == ["constructor", "validate", "close"]
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--world-size", "4"], "--world-size is for --dry-run"),
+        (["--json"], "--json is for --dry-run"),
+        (["--dry-run", "--gpus-per-node", "-3"], "--gpus-per-node -3 < 1"),
+    ],
+)
+def test_options_of_a_dry_run_are_not_ignored(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], options: list[str], told: str
+) -> None:
+    assert main(["train", *arguments, *options]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_the_console_script_finds_a_reward_in_the_current_folder(
     arguments: list[str], tmp_path: Path
 ) -> None:

@@ -214,6 +214,15 @@ def test_an_earlier_evaluation_is_kept_unless_it_is_to_go(capsys, tiny_model, tm
     assert f"{tmp_path} holds an earlier evaluation; keep it with" in refusal(capsys, *asked)
     assert "no such file" in refusal(capsys, *asked, "--force", "--prompts", "gone.jsonl")
 
+    (tmp_path / "evaluation.json").rename(tmp_path / "images")
+    assert f"{tmp_path} holds images and no evaluation, which" in refusal(capsys, *asked)
+    (tmp_path / "images").unlink()
+    (tmp_path / "baseline").mkdir()
+    (tmp_path / "baseline/evaluation.json").write_text("{}")
+    told = refusal(capsys, *asked, "--baseline", tiny_model)
+    assert f"{tmp_path}/baseline holds an earlier evaluation" in told
+    assert "configs/quickstart.yaml is a file; give" in refusal(capsys, "configs/quickstart.yaml")
+
 
 def test_a_reward_of_the_config_keeps_its_arguments_and_ones_own_may_be_named(
     tiny_model, tmp_path, prompts
