@@ -13,5 +13,10 @@ extra = pytest.mark.extra
 
 
 def cases(names: Iterable[Any], *, extra_ones: Container[Any]) -> list[Any]:
-    """Return a test's parameters, some of them marked."""
-    return [pytest.param(name, marks=extra) if name in extra_ones else name for name in names]
+    """Return a test's parameters, some of them marked. A tuple is several parameters."""
+    return [_marked(name) if name in extra_ones else name for name in names]
+
+
+def _marked(name: Any) -> Any:
+    values = name if isinstance(name, tuple) else (name,)
+    return pytest.param(*values, marks=extra)

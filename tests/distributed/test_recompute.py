@@ -38,6 +38,8 @@ CASES = {  # backend, family, world size, sizes of the axes, what else the engin
         {"lora": LORA, "compiled": True},
     ),
 }
+# what Megatron compiles is in test_megatron_compiled.py
+COMPILED_MEGATRON = ("megatron_tp2_compiled", "megatron_lora_compiled")
 MICROBATCH = {
     False: 5,
     True: 8,
@@ -49,7 +51,7 @@ BUDGETS = {
 }  # of activations → forwards of each block, uncompiled
 
 
-@pytest.mark.parametrize("case", cases(CASES, extra_ones=("megatron_lora_compiled",)))
+@pytest.mark.parametrize("case", cases(CASES, extra_ones=COMPILED_MEGATRON))
 def test_gradients_do_not_depend_on_what_is_recomputed(case, tiny_model, tiny_wan):
     _, family, world_size, _, _ = CASES[case]
     run_ranks(

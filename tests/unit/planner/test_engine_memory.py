@@ -32,6 +32,7 @@ from megadiff.planner.engine_memory import (
 )
 from megadiff.planner.memory_plan import model_shape
 from megadiff.types import DTYPES
+from tests.extra import cases
 from tests.kept_activations import activation_work, kept_by_autograd
 
 FAMILIES = {
@@ -133,8 +134,13 @@ def test_kept_activations_with_float32_streams(tiny_model, budget):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("budget", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize(
+    ("rank", "budget"),
+    cases(
+        [(0, 0.0), (0, 0.25), (0, 1.0), (4, 0.0), (4, 0.25), (4, 1.0)],
+        extra_ones=((4, 0.0), (4, 1.0)),
+    ),
+)
 def test_compiled_blocks_keep_less(tiny_model, rank, budget):
     """Take torch.compile's partition of forward and backward, with the kernels of eager PyTorch."""
     adapter = QwenImageAdapter(tiny_model)
