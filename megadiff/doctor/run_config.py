@@ -112,9 +112,9 @@ def checkpoint_bytes(config: Config) -> int:
     return FLOAT32 * copies * count * shape.num_trained
 
 
-def folder_checkpoint_bytes(folder: Path, family: str = "") -> int:
+def folder_checkpoint_bytes(folder: Path) -> int:
     """Return the size of a checkpoint that trains all weights of a model folder."""
-    facts: ModelFacts = model_facts(folder, family)
+    facts: ModelFacts = model_facts(folder, "")
     if not facts.trained:
         return 0
     trained = [component for component in facts.components if component.is_trained]

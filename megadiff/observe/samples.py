@@ -218,6 +218,8 @@ def read_step_samples(folder: Path, step: int) -> list[SavedSample]:
         try:
             entry = parse_line(line)
             sample = SavedSample(path=folder / entry.pop("file"), step=step, **entry)
+            if not isinstance(sample.caption, str) or not isinstance(sample.rewards, dict):
+                raise TypeError("a sample has a caption, and rewards by name")
         except (AttributeError, KeyError, TypeError):  # torn, or not one of our lines
             logger.warning("%s: line %d is no sample and skipped", path, number)
             continue
