@@ -15,6 +15,7 @@ from megadiff.diffusion.schedule import static_shift, static_sigmas
 from megadiff.models.adapter import Images, ModelAdapter, PromptEncoder, freed
 from megadiff.models.conditioning import NEGATIVE, Conditioning, text_of_side
 from megadiff.models.packing import PATCH, TokenGrid
+from megadiff.models.pipeline_folder import check_sizes
 from megadiff.tensors.model_files import read_json
 from megadiff.types import Sampling, Tensors
 
@@ -64,10 +65,7 @@ class GuidedFamily(ModelAdapter):
         """Read a transformer's config.json. Raises ValueError where it lacks a size."""
         path = self.model_folder / component / "config.json"
         config = read_json(path)
-        sizes = (*self.size_keys, *self.other_sizes)
-        missing = [key for key in sizes if config.get(key) is None]
-        if missing:
-            raise ValueError(f"{path} lacks {', '.join(missing)}; fetch it again")
+        check_sizes(path, config, (*self.size_keys, *self.other_sizes))
         return config
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megadiff.tensors.model_files import open_weights, read_json, weight_files
 
 INDEX = "model_index.json"
+LARGEST_SIZE = 1 << 16  # a module with 10**9 layers would be built without end
 REQUIRED = ("scheduler", "tokenizer", "text_encoder", "transformer", "vae")  # of all pipelines
 LIBRARIES = ("diffusers", "transformers")  # whose components a folder can be checked for
 # word in the name of a class without weights → its settings file, or what newer versions call it;
@@ -82,3 +84,15 @@ def pipeline_problems(folder: Path, index: Index) -> Iterator[str]:
                 open_weights(path)
         except ValueError as error:
             yield str(error)
+
+
+def check_sizes(path: Path, config: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Raise ValueError for a key of a config.json that is no size."""
+    for key in keys:
+        size = config.get(key)
+        # type(): isinstance takes JSON's true for 1
+        if type(size) is not int or not 0 < size <= LARGEST_SIZE:
+            raise ValueError(
+                f"{path} has {key}={size!r}, not a whole number from 1 to {LARGEST_SIZE}; fetch it "
+                "again"
+            )

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import nn
 
 from megadiff.models.adapter import ModelAdapter
-from megadiff.models.pipeline_folder import INDEX, read_index
+from megadiff.models.pipeline_folder import INDEX, check_sizes, read_index
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.process.doors import import_class
 from megadiff.tensors.model_files import read_json
@@ -35,7 +35,6 @@ FAMILIES = (
 ENTRY_POINTS = "megadiff.families"
 # class attributes that have no default
 REQUIRED = ("title", "pipeline_class", "transformer_class", "rollout_pipeline", "plan")
-LARGEST_SIZE = 1 << 16  # of size_keys; a module with 10**9 layers would be built without end
 CONSTRUCTOR_ERRORS = (  # what constructors say of values that they cannot take
     TypeError,
     ValueError,
@@ -247,11 +246,4 @@ def _check_config(folder: Path, config: Mapping[str, object], choices: Sequence[
             f"{folder} is a {class_name!r}; supported components: {', '.join(classes)}"
         )
 
-    for key in ("in_channels", *matching[0].size_keys):
-        size = config.get(key)
-        # type(): isinstance takes JSON's true for 1
-        if type(size) is not int or not 0 < size <= LARGEST_SIZE:
-            raise ValueError(
-                f"{folder}/config.json has {key}={size!r}, not a whole number from 1 to "
-                f"{LARGEST_SIZE}; fetch it again"
-            )
+    check_sizes(folder / "config.json", config, ("in_channels", *matching[0].size_keys))

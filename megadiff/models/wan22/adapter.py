@@ -14,6 +14,7 @@ from megadiff.models.conditioning import IMAGE_LATENTS, Conditioning
 from megadiff.models.decoding import Decoding, TokenCount
 from megadiff.models.guided_family import GuidedFamily
 from megadiff.models.packing import PATCH, pack, unpack
+from megadiff.models.pipeline_folder import check_sizes
 from megadiff.models.wan22 import text as wan_text
 from megadiff.models.wan22.checkpoint import (
     HIGH_NOISE,
@@ -93,10 +94,13 @@ class WanAdapter(GuidedFamily):
         self.channels = self.config["out_channels"]
         self.mlp_ratio = self.config["ffn_dim"] / self.width
 
-        vae = read_json(self.model_folder / "vae" / "config.json")
+        path = self.model_folder / "vae" / "config.json"
         # diffusers' defaults, for a config that names neither
-        self.spatial = vae.get("scale_factor_spatial") or 8
-        self.temporal = vae.get("scale_factor_temporal") or 4
+        given = {name: value for name, value in read_json(path).items() if value is not None}
+        vae = {"scale_factor_spatial": 8, "scale_factor_temporal": 4} | given
+        check_sizes(path, vae, ("scale_factor_spatial", "scale_factor_temporal"))
+        self.spatial = vae["scale_factor_spatial"]
+        self.temporal = vae["scale_factor_temporal"]
 
     def component_of(self, sigma: float) -> str:
         """Return the expert in charge: high noise from 1000·boundary_ratio on."""

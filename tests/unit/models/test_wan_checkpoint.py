@@ -108,7 +108,8 @@ def _change(path: Path, **changes: object) -> None:
         ("transformer_2/config.json", {"num_layers": 3}, "its experts differ in num_layers"),
         ("transformer/config.json", {"patch_size": [1, 4, 4]}, r"patch_size=\[1, 4, 4\]"),
         ("transformer/config.json", {"patch_size": None}, "patch_size=None"),
-        ("transformer/config.json", {"ffn_dim": None}, "lacks ffn_dim"),
+        ("transformer/config.json", {"ffn_dim": "x"}, "ffn_dim='x', not a whole number"),
+        ("vae/config.json", {"scale_factor_temporal": -4}, "scale_factor_temporal=-4, not a"),
     ],
 )
 def test_what_does_not_fit_is_named(folder: Path, file: str, changes: dict, match: str) -> None:
