@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megadiff.config.rewards import RewardConfig
+from megadiff.rewards import workers
 from megadiff.rewards.base import Reward, RewardSample
 from megadiff.rewards.score import Scorer
 from megadiff.types import Prompt, RolloutGroup, Sampling
@@ -74,6 +75,9 @@ class Slow(Reward):
 
 def main() -> None:
     reward, how = sys.argv[1:]
+    if reward in ("Torch", "Onnx"):
+        # their calls end between two kernels, which may take long on a busy machine
+        workers.EXIT_WAIT_S = 30.0
     sys.modules["programs"] = sys.modules["__main__"]
     timeout_s = 1.0 if reward == "KeepsTheGil" else 60.0
     configs = {"judge": RewardConfig(type=f"programs:{reward}", timeout_s=timeout_s)}
