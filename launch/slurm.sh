@@ -62,7 +62,7 @@ patiently() {
   done
 }
 
-# [patiently]: sets Slurm's state of this job and end_s and limit_s, the seconds until Slurm ends it
+# look_at_clock [patiently] sets Slurm's state of this job and end_s and limit_s, the seconds until Slurm ends it
 # and until its time limit. A preempted one ends sooner. Both are large where Slurm does not answer.
 look_at_clock() {
   local end='' left='' days hours
@@ -322,10 +322,10 @@ again=''
 if [[ -e $folder/stopped && ! $asked_s ]]; then
   echo "job $attempt: not queued again, as somebody made $folder/stop"
 elif ((code)) || [[ -e $folder/stopped ]]; then
-  look_at_clock patiently # one missed answer would take a preempted job for a broken one
+  # one missed answer would take a preempted job for a broken one
   if [[ $(newest) != "$before" ]]; then
     again=yes
-  elif ((end_s + 60 < limit_s)); then
+  elif look_at_clock patiently && ((end_s + 60 < limit_s)); then
     echo "job $attempt: preempted"
     again=yes
   elif [[ -e $folder/stopped ]] && ((limit_s > 2 * STOP_S)); then

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +54,7 @@ from megadiff.types import Progress
 
 logger = logging.getLogger(__name__)
 LOOK_S = 0.2  # between two looks for the files of all ranks
+MOMENT_S = 5.0  # for which a network filesystem may refuse what it grants later
 
 
 class CheckpointError(AgreedError):
@@ -158,9 +160,7 @@ class Checkpoints:
         group = self.mesh.cpu_group
         with self._telling(write):
             agreed(write.wait, group)
-            agreed(
-                lambda: self._finish(write.aside, write.progress), group, here=not self.mesh.rank
-            )
+            agreed(lambda: self._finish_patiently(write), group, here=not self.mesh.rank)
         self.in_flight = None
         self.write_s = write.seconds
         if self.mesh.rank:  # rank 0 has said so itself, unless a rescue has given it up
@@ -179,9 +179,10 @@ class Checkpoints:
             yield
         except AgreedError as error:
             self.in_flight = None
-            self._aside.discard(write.aside)
-            if self.mesh.rank == 0:
-                shutil.rmtree(write.aside, ignore_errors=True)
+            with self._finishing:  # not while _complete_early() renames it
+                self._aside.discard(write.aside)
+                if self.mesh.rank == 0:
+                    shutil.rmtree(write.aside, ignore_errors=True)
             raise CheckpointError(
                 f"checkpoint {self.folder_of(write.progress.step)} could not be written, earlier "
                 f"ones are whole: {error}"
@@ -201,9 +202,24 @@ class Checkpoints:
                 if files <= set(os.listdir(write.aside)):
                     self._finish(write.aside, write.progress)
                     return
+            except FileNotFoundError:
+                return  # the folder was removed; settle() tells
             except (OSError, ValueError) as error:
-                # A network filesystem has its moments. What lasts settle() meets, and tells.
+                # a network filesystem has its moments; settle() tells what lasts
                 logger.debug("%s is not complete yet: %s", write.aside, error)
+            time.sleep(LOOK_S)
+
+    def _finish_patiently(self, write: RankWrite) -> None:
+        """Rename the checkpoint, and try again where a network filesystem has its moments."""
+        deadline = time.monotonic() + MOMENT_S
+        while True:
+            try:
+                return self._finish(write.aside, write.progress)
+            except (OSError, ValueError) as error:
+                is_full = isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT)
+                if is_full or time.monotonic() > deadline:
+                    raise
+                logger.warning("%s cannot be completed yet: %s", write.aside, error)
             time.sleep(LOOK_S)
 
     def folder_of(self, step: int) -> Path:

@@ -120,7 +120,8 @@ def leave(code: int) -> NoReturn:
     # The interpreter's own way out would wait for threads whose requests hang. A child with a
     # session of its own, such as the browser that shows a report, was meant to stay.
     kill_children(session=os.getsid(0))
-    with suppress(BrokenPipeError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream:
+            with suppress(BrokenPipeError):
+                stream.flush()
     os._exit(code)

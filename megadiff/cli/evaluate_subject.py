@@ -116,8 +116,8 @@ def check_earlier(folder: Path, *, force: bool) -> None:
     others = [name for name in WRITTEN if (folder / name).exists()]
     if others:
         raise ValueError(
-            f"{folder} holds {', '.join(others)} and no evaluation, which would replace that; keep "
-            "it with --out ANOTHER, or give --force"
+            f"{folder} holds {', '.join(others)}, but no {RECORD_NAME}; an evaluation would "
+            "replace them, so give --out ANOTHER, or --force"
         )
 
 

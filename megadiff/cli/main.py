@@ -88,11 +88,13 @@ def entry() -> NoReturn:
     sys.path.append("")
     show_crashes()
     for stream in (sys.stdout, sys.stderr):
-        # a terminal that is not UTF-8 shows question marks, rather than an error
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        if stream:  # `>&-` closes it
+            # a terminal that is not UTF-8 shows question marks, rather than an error
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         code = main()
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
     except BrokenPipeError:
         if not has_reader_left():
             raise

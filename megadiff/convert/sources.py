@@ -32,7 +32,7 @@ from megadiff.convert.model_folders import (
     open_single_file,
 )
 from megadiff.parallel.lora import lora_shapes
-from megadiff.tensors.lora_files import ALONE, has_loras, lora_misfits, open_loras
+from megadiff.tensors.lora_files import ALONE, PEFT_CONFIG, has_loras, lora_misfits, open_loras
 from megadiff.tensors.lora_names import lora_from_json
 from megadiff.tensors.shards import AVERAGED, LAGGING, TRAINED, ShardFolder, shard_file
 from megadiff.tensors.stored_tensors import StoredTensors, from_checkpoint, listed, prefixed
@@ -93,7 +93,8 @@ def open_source(
         raise ValueError(f"--raw is for checkpoints with a running average, which {path} is not")
 
     # a whole model may have a LoRA beside it, as diffusers' save_lora_weights(MODEL) leaves one
-    is_model = (path / "model_index.json").is_file() or (path / "config.json").is_file()
+    is_component = (path / "config.json").is_file() and not (path / PEFT_CONFIG).is_file()
+    is_model = (path / "model_index.json").is_file() or is_component
     # a LoRA is a single file, or lies in a folder, as well
     if not is_model and has_loras(path):
         return _open_lora(path, base=open_model(base, family) if base else None)

@@ -129,7 +129,7 @@ class ComponentsEngine:
                 )
             except NonFiniteError as error:
                 failed[component] = error
-                # the run ends and repeats the step: the fewer updates of it there are, the better
+                # the run ends and repeats the step: the fewer updates it holds, the better
                 if not self.config.optim.skip_nonfinite:
                     break
             else:

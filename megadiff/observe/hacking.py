@@ -225,7 +225,7 @@ def _lags(rows: Rows, weights: Mapping[str, float], heldout: Comparison | None) 
         most = max(wants * change.low, wants * change.high)  # that the score may have gained
         loss = wants * (change.first - change.last)
         if most < 0 and loss >= LEAST_FALL * abs(change.first):
-            verb = "fell" if wants > 0 else "rose"
+            verb = "fell" if wants > 0 else "(of a weight below 0) rose"
             claim += f" {verb} {change}: the policy is likely to exploit the reward."
             yield Sign(kind=f"{name} falls", gravity=5, claim=claim)
             continue

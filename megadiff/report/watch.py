@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.write(text.get())
             else:
                 _show(follower, console)
+    except BrokenPipeError:
+        raise  # the end of a `| head`, which the command line knows
     except (ValueError, OSError) as error:
         sys.stderr.write(f"megadiff watch: {error}\n")
         return 2

@@ -26,9 +26,12 @@ from megadiff.types import Figures, Prompt, RolloutGroup, Tensors
 logger = logging.getLogger(__name__)
 
 TOTAL = "total"  # the key of the weighted sum beside the rewards' own names
+# how a server is reached, which may be another one when a run goes on
+SERVER_ARGS = ("url", "workers", "timeout_s", "deadline_s", "token_env")
 CLOSE_WAIT_S = 1.0  # for calls that still run when the scorer is closed
 MAX_WORKERS = 16  # that rewards share
 DROP_LIMIT = 0.05  # of a step's samples of one reward; beyond it something is broken
+ALONE_AGAIN = 10  # steps in which a reward's only call on this rank may fail once
 
 
 class Scorer:
@@ -70,15 +73,16 @@ class Scorer:
         self._calls: list[ScoreCall] = []
         self._seconds = dict.fromkeys(self.rewards, 0.0)
         self._num_dropped = dict.fromkeys(self.rewards, 0)
-        self._failed_alone: set[str] = set()  # rewards whose last call was alone and failed
+        self._num_collected = 0
+        self._failed_alone: dict[str, int] = {}  # reward → when its only call failed last
 
     @property
     def identity(self) -> str:
         """Return as JSON what decides the scores and their sum."""
-        rewards = {
-            name: [config.type, config.weight, config.args, config.only]
-            for name, config in self._configs.items()
-        }
+        rewards = {}
+        for name, config in self._configs.items():
+            args = {key: value for key, value in config.args.items() if key not in SERVER_ARGS}
+            rewards[name] = [config.type, config.weight, args, config.only]
         return json.dumps(rewards, sort_keys=True, default=str)
 
     def validate(self, prompts: Sequence[Prompt]) -> None:
@@ -157,6 +161,7 @@ class Scorer:
         not drop, and where more than 5 % of a reward's samples on this rank failed; what was queued
         is cancelled.
         """
+        self._num_collected += 1
         sizes = [len(samples) for samples in self._groups]
         assert len(set(sizes)) == 1, f"need groups of one size, got {sizes}"
         try:
@@ -323,8 +328,6 @@ class Scorer:
         """
         calls = [call for call in self._calls if call.reward.name == name]
         failed = [call for call in calls if call.num_failed]
-        if are_all_over and any(call.num_failed < len(call.samples) for call in calls):
-            self._failed_alone.discard(name)
         if not failed:
             return
 
@@ -333,16 +336,20 @@ class Scorer:
         reason = next((str(call.error) for call in failed if call.error), "it answered None")
         text = f"reward {name!r} failed on {num_failed} of {num_samples} samples: {reason}"
 
-        # One call alone is no pattern, unless nothing has succeeded since another one failed.
+        # One call alone is no pattern, unless another one failed alone shortly before.
         limit = max(DROP_LIMIT * num_samples, *(len(call.samples) for call in calls))
         is_alone = num_failed == num_samples
-        is_pattern = is_alone and (calls[0].is_trial or name in self._failed_alone)
-        if self.weights[name] and (num_failed > limit or is_pattern):
-            raise RewardError(f"{text}. on_failure=drop allows {DROP_LIMIT:.0%}")
+        before = self._failed_alone.get(name, -math.inf)
+        is_again = calls[0].is_trial or self._num_collected - before < ALONE_AGAIN
+        if self.weights[name] and (num_failed > limit or (is_alone and is_again)):
+            raise RewardError(
+                f"{text}. on_failure=drop allows {DROP_LIMIT:.0%}, and one of {ALONE_AGAIN} steps' "
+                "only calls"
+            )
         if are_all_over:
             logger.warning("%s. They are left out", text)
             if is_alone:
-                self._failed_alone.add(name)
+                self._failed_alone[name] = self._num_collected
 
     def _check_total(self, total: Tensor, scores: Mapping[str, Tensor]) -> None:
         """Raise RewardError for a sum that float32 cannot hold, of values that it can."""

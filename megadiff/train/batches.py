@@ -324,7 +324,7 @@ def _problem(saved: StepSamples | None, requests: Sequence[RolloutRequest], scor
             f"those of the checkpoint were scored by {', '.join(sorted(names))}, and the run has "
             f"{', '.join(sorted(scorer.weights))}"
         )
-    if saved.scored_by != scorer.identity:
+    if saved.scored_by and saved.scored_by != scorer.identity:
         return "a reward has another weight, other args or other prompts by now"
 
     return ""

@@ -89,9 +89,10 @@ class JudgeServer:
             if time.monotonic() > deadline:
                 raise RuntimeError(self.late_text(RESTART_S))
             time.sleep(0.5)
-        self._tell("/sleep")
-        # A dead one as well: the trainer has the memory until wake(), after which the watch acts.
+        # First, and of a dead one as well: the trainer has the memory until wake(), and the watch
+        # must not start it again.
         self.is_asleep = True
+        self._tell("/sleep")
 
     def wake(self) -> None:
         """Wake it. One that died asleep is left to the watch, which has waited for this."""

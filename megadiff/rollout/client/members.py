@@ -154,6 +154,10 @@ class Members:
         member.url = url
         member.reason = reason
 
+    def was_replaced(self, name: str) -> bool:
+        """Tell whether a replica that was refused has announced itself by this name."""
+        return any(name == misfit for misfit, _ in self._misfits)
+
     def due(self, now_s: float) -> list[str]:
         """Return the replicas of ours that are to be started now."""
         ended = [member for member in self._in(Phase.ENDED) if member.is_ours]

@@ -241,6 +241,8 @@ class Supervisor(AbstractContextManager["Supervisor"]):
 
         claimed = self.registry.names()
         for name in self.members.roster.keys() - self.processes.keys() - claimed:
+            if self.members.was_replaced(name):
+                continue  # its announcement went with the misfit's; the pulse tells when it dies
             self.members.leave(name)
             self.report("replica_left", replica=name)
             logger.info("%s has left the run", name)

@@ -139,7 +139,7 @@ class DiskTransport(Transport):
         except OSError as problem:
             raise SyncError(
                 f"version {self._manifest['version']} cannot be published in {self.folder} "
-                f"({problem}); make room there, or set another sync.folder"
+                f"({problem}); see to that folder, or set another sync.folder"
             ) from problem
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # where it has not got its name
@@ -154,7 +154,12 @@ class DiskTransport(Transport):
         # It is there when the same version is pushed again, as after Fleet.sleep().
         if whole.exists():
             whole.rename(old)
-        aside.rename(whole)
+        try:
+            aside.rename(whole)
+        except OSError:
+            if old.exists():
+                old.rename(whole)
+            raise
         _remove(old)
 
         self._versions = self._next_versions

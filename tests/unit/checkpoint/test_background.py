@@ -150,6 +150,28 @@ def test_a_moment_of_the_filesystem_loses_nothing(
     assert num_looks > 1 and names_in(run) == ["step_000001"] and loaded_step(tmp_path) == 1
 
 
+def test_a_moment_of_the_filesystem_as_the_step_ends_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tries = 0
+    written = checkpoints.progress_record
+
+    def stale_at_first(folder: Path, progress: Progress) -> bytes:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries <= 2:
+            raise OSError(116, "Stale file handle")
+        return written(folder, progress)
+
+    monkeypatch.setattr(checkpoints, "progress_record", stale_at_first)
+    monkeypatch.setattr(Checkpoints, "_complete_early", lambda *_: None)
+    run = run_of(tmp_path)
+    engine = Trained()
+    run.save(engine, engine.train(1))
+    run.settle()
+    assert num_tries == 3 and names_in(run) == ["step_000001"] and loaded_step(tmp_path) == 1
+
+
 def test_the_next_one_waits_for_the_one_before(tmp_path: Path, disk: threading.Event) -> None:
     """Both would lie in the same memory."""
     run = run_of(tmp_path, every=1)

@@ -366,6 +366,13 @@ def test_a_model_with_a_lora_beside_it_is_a_model(
     assert contents(tmp_path / "back" / "transformer") == contents(tiny_model / "transformer")
 
 
+def test_a_peft_folder_may_have_a_config_beside_it(adapter: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    (folder / "config.json").write_text("{}")
+    assert run(folder, tmp_path / "out", "--to", "peft") == 0
+    assert contents(tmp_path / "out").keys() >= contents(adapter).keys() - {"README.md"}
+
+
 def test_whole_weights_are_not_taken_for_lora(tiny_model: Path, tmp_path: Path, capsys) -> None:
     folder = write_checkpoint(
         tmp_path / "checkpoint", policy_state(tiny_model, {"model": 1.0}), tiny_model

@@ -341,6 +341,9 @@ def test_a_newcomer_that_does_not_fit_takes_nothing_from_the_replica_of_its_name
             assert {name: url for name, (url, _) in supervisor.roster({}).items()} == {
                 "a": first.url
             }
+            other.withdraw()  # its announcement, which had replaced the first one's
+            time.sleep(1.5)
+            assert list(supervisor.roster({})) == ["a"]
     assert events == ["replica_refused a"] and num_questions
 
 

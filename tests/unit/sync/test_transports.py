@@ -212,10 +212,23 @@ def test_a_disk_that_is_full_when_a_version_is_published_harms_no_other(tmp_path
     def full(path, *_, **__):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(SyncError, match=r"version 3 cannot be published in .*No space left"):
-        push(transport, 3, [LORA_BUCKET], LORA_MANIFEST, LORA)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    rename = Path.rename
+
+    def stale(path, target):
+        if path.name.endswith(".part"):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return rename(path, target)
+
+    for name, fault, words in (
+        ("write_text", full, "No space left"),
+        ("rename", stale, "Stale file handle"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, name, fault)
+            with pytest.raises(SyncError, match=f"version 3 cannot be published in .*{words}"):
+                push(transport, 3, [LORA_BUCKET], LORA_MANIFEST, LORA)
+        files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert files == before, name
 
 
 def test_disk_always_has_a_whole_version_when_the_sync_is_built_anew(tmp_path):

@@ -215,7 +215,7 @@ def test_an_earlier_evaluation_is_kept_unless_it_is_to_go(capsys, tiny_model, tm
     assert "no such file" in refusal(capsys, *asked, "--force", "--prompts", "gone.jsonl")
 
     (tmp_path / "evaluation.json").rename(tmp_path / "images")
-    assert f"{tmp_path} holds images and no evaluation, which" in refusal(capsys, *asked)
+    assert f"{tmp_path} holds images, but no evaluation.json; an" in refusal(capsys, *asked)
     (tmp_path / "images").unlink()
     (tmp_path / "baseline").mkdir()
     (tmp_path / "baseline/evaluation.json").write_text("{}")
