@@ -354,5 +354,10 @@ def _visit(address: Address, *, token: str | None, run: str) -> Visit:
             return Visit(reason=error.message[:300], is_odd=error.status == UNUSABLE)
 
     is_taken = bool(health.get("is_taken"))
-    reason = f"it works for the run {health.get('run')!r:.80}" if is_taken else ""
+    reason = ""
+    if is_taken:
+        reason = (
+            f"it works for the run {health.get('run')!r:.80}; give each run a registry of its own "
+            "(rollout.registry)"
+        )
     return Visit(health=health, reason=reason, works_for_another=is_taken)

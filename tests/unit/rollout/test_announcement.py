@@ -141,7 +141,7 @@ def test_a_replica_that_works_for_another_run_is_not_counted(tmp_path, replica_a
         announce(tmp_path, "0", other.url)
         (entry,) = wait_until_announced(tmp_path, count=1, timeout_s=5)
         assert entry["url"] == replica_a
-        with pytest.raises(ReplicaDied, match=r"0 at http.* \(it works for the run 'theirs'\)"):
+        with pytest.raises(ReplicaDied, match=r"0 at http.* \(it works for the run 'theirs'; give"):
             wait_until_announced(tmp_path, count=2, timeout_s=0.5)
 
 
