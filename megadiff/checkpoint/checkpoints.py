@@ -197,8 +197,7 @@ class Checkpoints:
         files = {shard_file(write.aside, rank).name for rank in range(self.mesh.world_size)}
         while write.aside in self._aside:
             try:
-                # By a listing: over NFS a name that was asked for too early stays unseen for a
-                # minute.
+                # a listing: over NFS a name that is asked for too early stays unseen for a minute
                 if files <= set(os.listdir(write.aside)):
                     self._finish(write.aside, write.progress)
                     return

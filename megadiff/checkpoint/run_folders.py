@@ -76,7 +76,8 @@ def chosen_checkpoint(run: Path, *, step: int | None) -> Path:
 
 def progress_record(folder: Path, progress: Progress) -> bytes:
     """Return the text of progress.json: where the run stood, and digests of the folder's files."""
-    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    # a try before this one may have left the record itself
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != PROGRESS]
     record = {
         **asdict(progress),
         "megadiff": __version__,

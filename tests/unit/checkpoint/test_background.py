@@ -153,17 +153,18 @@ def test_a_moment_of_the_filesystem_loses_nothing(
 def test_a_moment_of_the_filesystem_as_the_step_ends_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever the tries before have written: the checkpoint loads."""
     num_tries = 0
-    written = checkpoints.progress_record
+    put_away = checkpoints.put_away_other_history
 
-    def stale_at_first(folder: Path, progress: Progress) -> bytes:
+    def stale_at_first(folder: Path, step: int) -> None:
         nonlocal num_tries
         num_tries += 1
         if num_tries <= 2:
             raise OSError(116, "Stale file handle")
-        return written(folder, progress)
+        put_away(folder, step)
 
-    monkeypatch.setattr(checkpoints, "progress_record", stale_at_first)
+    monkeypatch.setattr(checkpoints, "put_away_other_history", stale_at_first)
     monkeypatch.setattr(Checkpoints, "_complete_early", lambda *_: None)
     run = run_of(tmp_path)
     engine = Trained()
