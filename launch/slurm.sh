@@ -322,9 +322,9 @@ again=''
 if [[ -e $folder/stopped && ! $asked_s ]]; then
   echo "job $attempt: not queued again, as somebody made $folder/stop"
 elif ((code)) || [[ -e $folder/stopped ]]; then
-  # one missed answer would take a preempted job for a broken one
   if [[ $(newest) != "$before" ]]; then
     again=yes
+  # patiently: one missed answer would take a preempted job for a broken one
   elif look_at_clock patiently && ((end_s + 60 < limit_s)); then
     echo "job $attempt: preempted"
     again=yes

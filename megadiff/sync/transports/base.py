@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from megadiff.sync.bucket import Bucket, BucketBody
@@ -146,9 +146,3 @@ class HttpTransport(Transport):
         # One body for all targets: each request iterates it anew.
         body = self._memory.body(bucket)
         self.wait(self.start(lambda target: target.weights_bucket(body)))
-
-
-def first_done(futures: Sequence[Future[Any]]) -> bool:
-    """Wait until all are done or one has failed; True when one has failed."""
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-    return any(future.exception() for future in done)

@@ -22,7 +22,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import FIRST_EXCEPTION, Future, as_completed, wait
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -38,7 +38,6 @@ from megadiff.sync.transports.base import (
     PushTarget,
     SyncError,
     Transport,
-    first_done,
 )
 from megadiff.sync.transports.group_join import join, new_group, own_address
 from megadiff.sync.transports.transfers import (
@@ -102,8 +101,11 @@ class GroupTransport(Transport):
         building = [] if self._group else [self._build()]
         requests = self.start_begin(version, manifest, lora)
         # Both at once: workers join while they answer, and one that refuses ends the wait.
-        if not first_done([*requests, *building]) and building:
-            self._group = building[0].result()
+        pending: list[Future[Any]] = [*requests, *building]
+        wait(pending, return_when=FIRST_EXCEPTION)
+        for future in building:
+            if future.done() and not future.exception():
+                self._group = future.result()  # also where a request failed: _drop() ends it
         self._raise_first(requests, building)
 
     def send(self, bucket: Bucket) -> None:
@@ -124,7 +126,7 @@ class GroupTransport(Transport):
             )
         self._num_sent += 1
 
-        first_done([*requests, *self._transfers])
+        wait([*requests, *self._transfers], return_when=FIRST_EXCEPTION)
         self._raise_first(requests, self._transfers)
 
     def end(self, error: BaseException | None) -> None:
