@@ -29,7 +29,7 @@ UNSEEN_S=10           # for a new file to be seen on all nodes: NFS asks the ser
 LISTED_S=60           # the same, in a list of a folder
 ANSWER_S=60           # for a controller that is busy, or starts again
 
-asked_s='' folder='' end_s='' limit_s=''
+asked_s='' folder='' state='' end_s='' limit_s=''
 # torchrun would die of USR1 and leave its ranks behind. So the trainer looks for a file, where a
 # second request would end it at once.
 trap 'asked_s=${asked_s:-$SECONDS}; ask_to_stop' USR1 # before all else: it would end this script
@@ -62,8 +62,9 @@ patiently() {
   done
 }
 
-# look_at_clock [patiently] sets Slurm's state of this job and end_s and limit_s, the seconds until Slurm ends it
-# and until its time limit. A preempted one ends sooner. Both are large where Slurm does not answer.
+# look_at_clock [patiently] sets Slurm's state of this job, and end_s and limit_s: the seconds until
+# Slurm ends it, and until its time limit. A preempted one ends sooner. Both are large where Slurm
+# does not answer.
 look_at_clock() {
   local end='' left='' days hours
   state='' end_s=9999999999 limit_s=9999999999

@@ -127,7 +127,7 @@ def _check_options(options: argparse.Namespace) -> None:
     for name, value in given.items():
         if value and not options.dry_run:
             raise ValueError(f"{name} is for --dry-run; give both, or leave it out")
-        if value is not None and value < 0:
+        if value < 0:
             raise ValueError(f"{name} {value} < 1; give how many there are")
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from megadiff.observe.evaluation import Comparison
 from megadiff.observe.metrics import (
+    DIVERSITY,
     Rows,
     Verdict,
     column,
@@ -40,7 +41,7 @@ FOLLOWS = 1 / 3  # of the gain in training, at least, is expected of a held-out 
 # the same noise show even that.
 LEAST_FALL = 0.05
 UNKNOWN_NOISE = 0.1  # of a held-out score, where only its mean is known
-NOT_SCORES = {"eval/colour_entropy_bit", "eval/latent_spread", "eval/saturation"}
+NOT_SCORES = {f"eval/{name}" for name in DIVERSITY}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,12 @@ ANY_PORT = 9  # nothing is sent there
 LARGEST_PORT = 65535
 
 
+def check_port(port: int) -> None:
+    """Raise ValueError for a --port that is none; getaddrinfo() would take it modulo 65536."""
+    if not 0 <= port <= LARGEST_PORT:
+        raise ValueError(f"--port {port} must be from 0, for any free one, to {LARGEST_PORT}")
+
+
 def address_towards(host: str) -> str:
     """Return this host's own address on the way to another one.
 

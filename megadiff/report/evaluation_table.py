@@ -58,9 +58,7 @@ def reward_format(evaluations: Sequence[Evaluation], reward: str) -> RewardForma
 
 def format_of(evaluation: Evaluation, comparison: Comparison | None, reward: str) -> RewardFormat:
     """Return the format of an evaluation's reward, which fits a baseline's values as well."""
-    if comparison and reward in comparison.reward_names:
-        return RewardFormat(comparison.is_share(reward))
-    return RewardFormat(evaluation.is_share(reward))
+    return reward_format([comparison.baseline, evaluation] if comparison else [evaluation], reward)
 
 
 def to_text(evaluation: Evaluation, comparison: Comparison | None = None) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megadiff.observe.metrics import (
+    TOTALS,
     Rows,
     column,
     config_number,
@@ -21,7 +22,6 @@ from megadiff.observe.samples import SavedSample
 from megadiff.report.charts import Drawing
 from megadiff.report.pictures import evenly_spaced, load_pictures, look
 
-TOTALS = {"mean", "std", "group_std", "zero_std_ratio"}  # reward/<key> that are of the weighted sum
 COUNTS = {"dropped", "retries"}  # of events: summed over the run, and logged where there are some
 # What is in a column of its own, in this order, with its words.
 COLUMNS = {

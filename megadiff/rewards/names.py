@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import re
 
+from megadiff.observe.metrics import DIVERSITY, TOTALS
 from megadiff.rewards.base import Reward, RewardError
 from megadiff.types import Figures
 
-# The weighted sum, its figures under reward/, and those of diversity under eval/.
-TAKEN = frozenset(
-    (
-        "total",
-        "mean",
-        "std",
-        "group_std",
-        "zero_std_ratio",
-        "colour_entropy_bit",
-        "latent_spread",
-        "saturation",
-    )
-)
+# the weighted sum, its figures under reward/, and those of diversity under eval/
+TAKEN = frozenset(("total", *TOTALS, *DIVERSITY))
 NAME = re.compile(r"[A-Za-z0-9_.\-]+")  # of a reward
 FIGURE = re.compile(r"[A-Za-z0-9_]+")  # of one of its figures
 

@@ -338,17 +338,17 @@ class Scorer:
 
         # One call alone is no pattern, unless another one failed alone shortly before.
         limit = max(DROP_LIMIT * num_samples, *(len(call.samples) for call in calls))
-        is_alone = num_failed == num_samples
+        have_all = num_failed == num_samples
         before = self._failed_alone.get(name, -math.inf)
         is_again = calls[0].is_trial or self._num_collected - before < ALONE_AGAIN
-        if self.weights[name] and (num_failed > limit or (is_alone and is_again)):
+        if self.weights[name] and (num_failed > limit or (have_all and is_again)):
             raise RewardError(
                 f"{text}. on_failure=drop allows {DROP_LIMIT:.0%}, and one of {ALONE_AGAIN} steps' "
                 "only calls"
             )
         if are_all_over:
             logger.warning("%s. They are left out", text)
-            if is_alone:
+            if have_all:
                 self._failed_alone[name] = self._num_collected
 
     def _check_total(self, total: Tensor, scores: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megadiff.process.network import LARGEST_PORT, address_family
+from megadiff.process.network import address_family, check_port
 from megadiff.process.workers import share_of_cores
 from megadiff.rewards.answers import WrongAnswer, score_checked
 from megadiff.rewards.base import Reward, RewardError, RewardSample, ScoreFailed
@@ -52,8 +52,7 @@ class ScoreServer(ThreadingHTTPServer):
     request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, reward: Reward, *, host: str, port: int, token: str) -> None:
-        if not 0 <= port <= LARGEST_PORT:
-            raise ValueError(f"port {port} must be from 0, for any free one, to {LARGEST_PORT}")
+        check_port(port)
         self.token = token
         self._reward = reward
         self._num_calls = reward.workers or share_of_cores(MAX_CALLS)

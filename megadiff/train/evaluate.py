@@ -25,6 +25,7 @@ from megadiff.observe.evaluation import (
     estimate,
     image_name,
 )
+from megadiff.observe.metrics import DIVERSITY
 from megadiff.observe.samples import picture_suffix
 from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import gather_json
@@ -40,8 +41,6 @@ NUM_IMAGES = 28  # saved to be looked at, over all tasks
 # (36 videos of 49 frames at 480 x 832).
 SAMPLES_AT_ONCE = 512
 PIXEL_BYTES_AT_ONCE = 2 * 2**30
-# Of diversity; each is a mean over prompts.
-FIGURES = ("colour_entropy_bit", "latent_spread", "saturation")
 
 Plan = list[tuple[Prompt, range]]  # each prompt once, with the indices of its samples
 
@@ -163,7 +162,7 @@ def evaluate(
         step=policy_version or 0,
         seed=config.seed,
         samples=sorted(scored.samples, key=lambda sample: order[sample.identity]),
-        diversity={name: _mean_figure(scored.figures, name) for name in FIGURES},
+        diversity={name: _mean_figure(scored.figures, name) for name in DIVERSITY},
     )
     return Outcome(evaluation=evaluation, images=scored.images)
 

@@ -67,13 +67,16 @@ class Visit:
     """The outcome of asking an address. health: None where it does not count, for this reason.
 
     is_odd: a running replica of this run would not answer so.
-    works_for_another: run, which could not be taken from it.
     """
 
     health: JsonObject | None = None
     reason: str = "no answer yet"
     is_odd: bool = False
-    works_for_another: bool = False
+
+    @property
+    def works_for_another(self) -> bool:
+        """Tell whether another run is at work with it, and cannot lose it."""
+        return self.health is not None and bool(self.health.get("is_taken"))
 
 
 def wait_until_announced(
@@ -353,11 +356,9 @@ def _visit(address: Address, *, token: str | None, run: str) -> Visit:
                 return Visit(reason="no answer from here")
             return Visit(reason=error.message[:300], is_odd=error.status == UNUSABLE)
 
-    is_taken = bool(health.get("is_taken"))
-    reason = ""
-    if is_taken:
-        reason = (
-            f"it works for the run {health.get('run')!r:.80}; give each run a registry of its own "
-            "(rollout.registry)"
-        )
-    return Visit(health=health, reason=reason, works_for_another=is_taken)
+    # told where it works for another run
+    reason = (
+        f"it works for the run {health.get('run')!r:.80}; give each run a registry of its own "
+        "(rollout.registry)"
+    )
+    return Visit(health=health, reason=reason)

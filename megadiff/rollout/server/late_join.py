@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from megadiff.rollout.server.policy import Refused
 from megadiff.rollout.server.replica import Replica
 from megadiff.sync.sync import SentFingerprints
-from megadiff.sync.transports.base import SyncError
 from megadiff.sync.transports.disk import StoredVersion, newest, versions
 from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.fingerprint import fingerprints
@@ -39,7 +38,7 @@ async def load_newest(replica: Replica, folder: Path) -> None:
         try:
             stored = newest(folder)
             return await _load(replica, stored)
-        except (OSError, ValueError, RuntimeError, SafetensorError, SyncError, Refused) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError, Refused) as error:
             # A version may go while it is read, or be another push's: then the newest is read.
             # RuntimeError: a worker opens the files by itself.
             if attempt == ATTEMPTS - 1 or (stored and _is_there(stored, folder)):

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from megadiff.process.descriptors import raise_soft_limit
 from megadiff.process.garbage import collection_paused, freeze_startup_objects
 from megadiff.process.lifeline import exit_with, kill_children
-from megadiff.process.network import LARGEST_PORT
+from megadiff.process.network import check_port
 from megadiff.process.stacks import announce
 from megadiff.process.title import set_title
 from megadiff.process.versions import sampling_code
@@ -226,9 +226,7 @@ def bind(host: str, port: int) -> socket.socket:
     It refuses connections until the server listens on it.
     Raises ValueError when the port is taken or the address is not this machine's.
     """
-    # getaddrinfo() would take one modulo 65536
-    if not 0 <= port <= LARGEST_PORT:
-        raise ValueError(f"--port {port} must be from 0, for any free one, to {LARGEST_PORT}")
+    check_port(port)
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = addresses[0]

@@ -189,6 +189,7 @@ def test_sigterm_ends_it(served):
             ["reward.two.type=jpeg_size"],
             "config.yaml reward.two.type=jpeg_size: bytes, two",
         ),
+        (["--port", "70000"], "--port 70000 must be from 0, for any free one, to 65535"),
         (["reward.two.weight=1"], "missing reward.two.type"),
         (["reward.bytes.args.refused=1", "rewards=1"], "unknown key rewards; did you mean reward"),
     ],

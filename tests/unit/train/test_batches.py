@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -127,6 +128,14 @@ def taken(parts: Parts, step: int) -> StepSamples:
     return samples
 
 
+def saved_step(parts: Parts, folder: Path) -> dict[str, int | str]:
+    """Draw step 2 and write it as a checkpoint of step 1 does; return the prompts' position."""
+    parts.source.take(0)
+    parts.source.settle()
+    parts.source.writer(1)(folder)
+    return parts.source.position()
+
+
 def settled_events(parts: Parts) -> list[str]:
     """Return what happened so far, with the call in flight among it."""
     parts.source.settle()
@@ -234,10 +243,7 @@ def test_a_failure_in_the_background_is_raised_where_its_samples_are_waited_for(
 
 def test_saved_samples_are_those_that_were_drawn(scorer, tmp_path):
     parts = Parts(1, scorer)
-    parts.source.take(0)
-    parts.source.settle()
-    position = parts.source.position()
-    parts.source.writer(1)(tmp_path)
+    position = saved_step(parts, tmp_path)
     written = taken(parts, 1)
 
     again = Parts(1, scorer)
@@ -296,10 +302,7 @@ def layout(dp: int, dp_rank: int):
 
 def test_samples_of_another_config_are_drawn_again(scorer, tmp_path, caplog):
     parts = Parts(1, scorer)
-    parts.source.take(0)
-    parts.source.settle()
-    position = parts.source.position()
-    parts.source.writer(1)(tmp_path)
+    position = saved_step(parts, tmp_path)
 
     other = Parts(1, scorer)
     other.config.seed = 1
@@ -315,10 +318,7 @@ def test_samples_of_another_config_are_drawn_again(scorer, tmp_path, caplog):
 
 def test_samples_that_were_scored_otherwise_are_drawn_again(scorer, tmp_path, caplog):
     parts = Parts(1, scorer)
-    parts.source.take(0)
-    parts.source.settle()
-    position = parts.source.position()
-    parts.source.writer(1)(tmp_path)
+    position = saved_step(parts, tmp_path)
 
     with closing(Scorer({"color": RewardConfig(type="color", weight=2.0)}, num_workers=1)) as heavy:
         other = Parts(1, heavy)
