@@ -71,8 +71,9 @@ look_at_clock() {
   # Not a process substitution: in a trap that would change $!.
   read -r state end left <<<"$("$@" squeue --noheader --jobs="$SLURM_JOB_ID" \
     --format='%T %e %L')" || true
-  # One that was cancelled ends at once, and for good.
-  if [[ $state == RUNNING ]] && end=$(date -d "$end" +%s 2>/dev/null); then
+  # One that was cancelled ends at once, and for good. SIGNALING is a running job's state for the
+  # moment in which Slurm sends it a signal, as it does to a preempted one.
+  if [[ $state == RUNNING || $state == SIGNALING ]] && end=$(date -d "$end" +%s 2>/dev/null); then
     end_s=$((end - $(date +%s)))
   fi
   # [[days-]hours:]minutes:seconds, or UNLIMITED

@@ -77,12 +77,13 @@ def test_all_gpus_of_the_nodes_are_used_however_they_are_asked_for(submit_stub):
 def test_a_preempted_job_goes_on_though_it_has_saved_nothing(submit_stub):
     """Its time limit is far away; Slurm ends its steps and gives it 30 s.
 
-    The controller does not answer the first question, as a busy one may not.
+    The controller does not answer the first question, as a busy one may not. Then it says that it
+    is still sending the job its signals.
     """
     squeue = submit_stub.repository / ".venv/bin/squeue"
     asked = submit_stub.folder / "asked"
     fails_once = f"mkdir {asked} 2>/dev/null && exit 1"
-    squeue.write_text(f'#!/bin/sh\n{fails_once}\nexec /usr/bin/squeue "$@"\n')
+    squeue.write_text(f'#!/bin/sh\n{fails_once}\n/usr/bin/squeue "$@" | sed s/RUNNING/SIGNALING/\n')
     squeue.chmod(0o755)
     run = submit_stub("preempted", "step_s=4", "steps=1", sbatch=GPUS)
     run.wait_for_log(f"job {run.job.number}.0: ", s=20)
