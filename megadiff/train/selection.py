@@ -36,16 +36,18 @@ class ScoredGroups:
         return noise.sample_keys(key, group.sample_indices)
 
 
-def best_and_worst(scored: ScoredGroups, count: int) -> ScoredGroups:
+def best_and_worst(scored: ScoredGroups, count: int, *, num_updates: int = 1) -> ScoredGroups:
     """Keep a group's best ⌈count/2⌉ and worst ⌊count/2⌋ samples.
 
     They come in turns, best, worst, second best, …: updates take equal parts in this order, and
-    each needs both. DanceGRPO's best-of-n, arXiv 2505.07818. Samples without a score come last.
+    each needs both. DanceGRPO's best-of-n, arXiv 2505.07818. Samples without a score come last in
+    each part, so that no update has many more of them than another.
+    num_updates: divides count.
     """
     order_PG = scored.advantages_PG.argsort(dim=1, descending=True, stable=True)
     kept_PG = torch.stack(
         [
-            _best_and_worst(order_G, scored_G, count)
+            _best_and_worst(order_G, scored_G, count, num_updates=num_updates)
             for order_G, scored_G in zip(order_PG, scored.weights_PG > 0, strict=True)
         ]
     )
@@ -60,17 +62,22 @@ def best_and_worst(scored: ScoredGroups, count: int) -> ScoredGroups:
     )
 
 
-def _best_and_worst(order_G: Tensor, scored_G: Tensor, count: int) -> Tensor:
+def _best_and_worst(order_G: Tensor, scored_G: Tensor, count: int, *, num_updates: int) -> Tensor:
     """Return `count` indices of a group. order_G: its indices by falling advantage."""
     # A group whose rewards are equal has no weights at all.
     is_scored_G = scored_G[order_G] | ~scored_G.any()
     ranked_G = order_G[is_scored_G]
     num_ranked = min(count, len(ranked_G))
     num_best = (num_ranked + 1) // 2
-    kept_G = torch.cat([ranked_G, order_G[~is_scored_G]])[:count]
-    kept_G[0:num_ranked:2] = ranked_G[:num_best]
-    kept_G[1:num_ranked:2] = ranked_G.flip(0)[: num_ranked - num_best]
-    return kept_G
+    turns_G = torch.empty(num_ranked, dtype=torch.long)
+    turns_G[0::2] = ranked_G[:num_best]
+    turns_G[1::2] = ranked_G.flip(0)[: num_ranked - num_best]
+    unscored_G = order_G[~is_scored_G][: count - num_ranked]
+
+    turns = turns_G.tensor_split(num_updates)
+    size = count // num_updates
+    unscored = unscored_G.split([size - len(part_G) for part_G in turns])
+    return torch.cat([torch.cat(part) for part in zip(turns, unscored, strict=True)])
 
 
 def take_samples(group: RolloutGroup, index_G: Tensor) -> RolloutGroup:

@@ -63,7 +63,9 @@ def update(
         step=progress.step,
     )
     if settings.trained_samples:
-        scored = best_and_worst(scored, settings.trained_samples)
+        scored = best_and_worst(
+            scored, settings.trained_samples, num_updates=config.train.updates_per_step
+        )
 
     batch = with_other_policies(engine, algorithm, ROWS[algorithm.rows](scored, config, algorithm))
     parts = update_parts(batch, num_updates=config.train.updates_per_step)

@@ -10,7 +10,7 @@ import torch
 from megadiff.config.schema import Config
 from megadiff.train.selection import best_and_worst, groups_to_train
 from tests.meshes import one_rank_mesh
-from tests.scored import STEPS, scored_groups
+from tests.scored import STEPS, make_group, scored_groups
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,20 @@ def test_samples_without_a_score_come_last() -> None:
     chosen = best_and_worst(replace(scored, weights_PG=weights_PG), 3)
     assert [group.sample_indices for group in chosen.groups] == [(0, 3, 2), (3, 1, 0)]
     assert chosen.weights_PG.tolist() == [[1, 1, 1], [1, 1, 0]]
+
+
+def test_updates_share_the_samples_without_a_score() -> None:
+    """Of 8 samples 3 have none, and neither of two updates may get all three."""
+    advantages_PG = torch.tensor([[4.0, 3.0, 2.0, 1.0, -5.0, 0.0, 0.0, 0.0]])
+    weights_PG = torch.tensor([[1.0] * 5 + [0.0] * 3])
+    scored = replace(
+        scored_groups([0], advantages_PG=advantages_PG),
+        groups=[make_group(0, group_size=8)],
+        weights_PG=weights_PG,
+    )
+    (group,) = best_and_worst(scored, 8, num_updates=2).groups
+    assert group.sample_indices == (0, 4, 1, 5, 3, 2, 6, 7)
+    assert best_and_worst(scored, 6, num_updates=3).groups[0].sample_indices == (0, 4, 1, 3, 2, 5)
 
 
 def test_equal_samples_are_chosen_alike_everywhere() -> None:
