@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -24,6 +22,7 @@ from megadiff.tensors.manifest import folder_manifest
 from megadiff.tensors.model_files import weight_files
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling
 from tests.e2e.recompute import gap
+from tests.e2e.waiting_calls import assert_waiting_calls_draw_alike
 
 SAMPLING = Sampling(height=64, width=64, num_inference_steps=6, sde_window_range=(0, 5))
 TEXTS = (
@@ -72,25 +71,9 @@ def clients(registry: Path, tiny_model: Path) -> Iterator[list[ReplicaClient]]:
 
 
 def test_calls_that_wait_draw_what_they_draw_alone(clients: list[ReplicaClient]) -> None:
-    """The worker prepares each while it draws the one before."""
-    client = clients[0]
-    calls = [requests()[place : place + 2] for place in range(4)]
-    alone = [client.generate_batch(call) for call in calls]
-    num_prepared = prepared(client)
-    with ThreadPoolExecutor(len(calls)) as threads:
-        together = list(threads.map(client.generate_batch, calls))
-    for one, other in zip(chain(*alone), chain(*together), strict=True):
-        assert torch.equal(one.latents_GSLC, other.latents_GSLC)
-        assert torch.equal(one.pixels_GFHWC, other.pixels_GFHWC)
-        for name, tensor in one.conditioning.items():
-            assert torch.equal(tensor, other.conditioning[name])
-    # not of each, where the server hears of a call's end too late
-    assert num_prepared < prepared(client) <= num_prepared + len(calls) - 1
-
-
-def prepared(client: ReplicaClient) -> int:
-    text = httpx.get(f"{client.url}/metrics").text
-    return int(float(text.split("\nmegadiff_calls_prepared_total ")[1].split()[0]))
+    assert_waiting_calls_draw_alike(
+        clients[0], [requests()[place : place + 2] for place in range(4)]
+    )
 
 
 def assert_close(one: RolloutGroup, other: RolloutGroup, *, tolerance: float = 1e-5) -> None:

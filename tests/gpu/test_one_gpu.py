@@ -19,6 +19,7 @@ from tests.distributed.engines import LOSS, build, mine, only
 from tests.distributed.ranks import run_ranks
 from tests.e2e.pushes import folder_weights
 from tests.e2e.replica import push
+from tests.e2e.waiting_calls import assert_waiting_calls_draw_alike
 from tests.lora_tensors import expected_prints, linears, push_lora, random_lora
 
 pytestmark = pytest.mark.gpu
@@ -148,6 +149,19 @@ def test_a_compiled_replica_draws_what_an_eager_one_draws(replica, tiny_model, t
                 torch.testing.assert_close(
                     other.latents_GSLC, eager.latents_GSLC, rtol=1e-3, atol=1e-3
                 )
+
+
+def test_texts_encoded_beside_a_call_are_those_encoded_alone(replica):
+    """Texts and noise of a waiting call come from a stream of their own, from memory of its own.
+
+    The texts differ in length, so memory is given back and taken again between the streams.
+    """
+    texts = ["a red picture", "a red picture of a blue circle", "red", "two green stars"]
+    calls = []
+    for number in range(24):
+        prompt = Prompt(text=texts[number % len(texts)], id=f"{number:016x}")
+        calls.append([replace(REQUEST, prompt=prompt)])
+    assert_waiting_calls_draw_alike(replica, calls)
 
 
 def test_lora_outlives_sleep(replica, tiny_model):
