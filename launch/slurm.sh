@@ -132,7 +132,22 @@ unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET
 unset NODE_RANK
 # --export: under sbatch --export=NONE tasks would lose the token.
 step=(srun --export=ALL "${container[@]}")
-on_first_node=(--job-name=check --nodes=1 --ntasks=1 --relative=0)
+
+# FIRST COUNT: names so many nodes. A step that says only how many it wants gets idle ones first: not
+# the first node, where Slurm still counts the step before as running.
+list_nodes() {
+  local IFS=,
+  echo "${nodes[*]:$1:$2}"
+}
+nodes=()
+if [[ $dry_run ]]; then
+  for ((node = 1; node <= num_nodes; node++)); do
+    nodes+=("NODE_$node")
+  done
+else
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+fi
+on_first_node=(--job-name=check --nodes=1 --ntasks=1 --nodelist="${nodes[0]}")
 
 # Two lines: of how many GPUs Slurm knows, and those that are seen. sbatch says it, salloc does not,
 # and without GRES Slurm leaves a job all GPUs of its nodes.
@@ -168,11 +183,6 @@ fi
 first_node=("${step[@]}" "${on_first_node[@]}")
 if [[ $dry_run ]]; then
   first_node=() # the login node looks at the config itself
-fi
-
-nodes=(NODE_1 NODE_2)
-if [[ ! $dry_run ]]; then
-  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 fi
 
 # Once, before any rank starts: the checks of `megadiff train`, and what is needed of the config.
@@ -219,14 +229,15 @@ export MASTER_PORT=$((20000 + (${SLURM_JOB_ID:-0} + 1009 * ${SLURM_RESTART_COUNT
 
 replicas_step=(
   "${step[@]}" --job-name=replicas --nodes="$rollout_nodes" --ntasks="$rollout_nodes"
-  --ntasks-per-node=1 --relative="$num_trainers" --output="$outputs/replicas-%N.log"
+  --ntasks-per-node=1 --nodelist="$(list_nodes "$num_trainers" "$rollout_nodes")"
+  --output="$outputs/replicas-%N.log"
   launch/serve.sh "$replicas" "$@"
 )
 # --kill-on-bad-exit: TERM to the other nodes, and KILL after the cluster's KillWait.
 trainer_step=(
   "${step[@]}" --job-name=trainer --nodes="$num_trainers" --ntasks="$num_trainers"
-  --ntasks-per-node=1 --relative=0 --kill-on-bad-exit=1 --wait="$STRAGGLER_S"
-  --output="$outputs/trainer-%N.log"
+  --ntasks-per-node=1 --nodelist="$(list_nodes 0 "$num_trainers")" --kill-on-bad-exit=1
+  --wait="$STRAGGLER_S" --output="$outputs/trainer-%N.log"
   launch/torchrun.sh "$ranks" "$@"
 )
 if [[ $dry_run ]]; then
@@ -320,7 +331,9 @@ fi
 
 # Only where this attempt came further: a wrong config, or a step longer than the time limit, would
 # be queued for ever. One that was preempted, or asked long before its limit, has no fault of its own.
+# Of a run that has saved a step before, a single start may fail: of many nodes one is sometimes ill.
 again=''
+failed_after=$folder_of_run/logs/failed_after
 if [[ -e $folder/stopped && ! $asked_s ]]; then
   echo "job $attempt: not queued again, as somebody made $folder/stop"
 elif ((code)) || [[ -e $folder/stopped ]]; then
@@ -331,6 +344,10 @@ elif ((code)) || [[ -e $folder/stopped ]]; then
     echo "job $attempt: preempted"
     again=yes
   elif [[ -e $folder/stopped ]] && ((limit_s > 2 * STOP_S)); then
+    again=yes
+  elif [[ $before && $(cat "$failed_after" 2>/dev/null) != "$before" ]]; then
+    echo "$before" >"$failed_after"
+    echo "job $attempt: saved nothing after $before; a second attempt in a row is the last"
     again=yes
   else
     echo "job $attempt: not queued again, as it saved no step since its start and was not preempted" \

@@ -3,10 +3,10 @@
 # of a run, without its numbers. A step takes 0.2 s and is saved.
 #
 # Settings are arguments as of a run: steps=N, serve_s=S (replicas end then), hang=1 (a rank that
-# does not answer to TERM), step_s=S.
+# does not answer to TERM), step_s=S, fail_at=N (it ends there).
 set -euo pipefail
 trap 'exit 1' TERM
-dir='' name='' steps=10 serve_s=1000 hang='' step_s=0.2
+dir='' name='' steps=10 serve_s=1000 hang='' step_s=0.2 fail_at=''
 for argument in "$@"; do
   case $argument in
     run.dir=*) dir=${argument#*=} ;;
@@ -15,6 +15,7 @@ for argument in "$@"; do
     serve_s=*) serve_s=${argument#*=} ;;
     step_s=*) step_s=${argument#*=} ;;
     hang=*) hang=yes ;;
+    fail_at=*) fail_at=${argument#*=} ;;
   esac
 done
 folder=$dir/$name
@@ -36,6 +37,7 @@ case ${0##*/}-${1:-} in
     mkdir -p "$folder/checkpoints"
     step=$(cat "$folder/checkpoints/latest" 2>/dev/null || echo 0)
     while ((step < steps)); do
+      if [[ $SLURM_NODEID == 0 && $step == "$fail_at" ]]; then exit 1; fi
       sleep "$step_s" &
       wait $!
       step=$((step + 1))

@@ -18,8 +18,14 @@ TWO = ("--nodes=2",)
 def test_a_separate_run_has_addresses_a_token_and_a_log_of_each_node(submit_stub):
     """And a rank on each GPU of the node, though the job has asked for none.
 
-    NODE_RANK is left in the submitting shell by a start without Slurm.
+    NODE_RANK is left in the submitting shell by a start without Slurm. A step of somebody keeps the
+    first node busy, and Slurm takes idle nodes before it where a step does not name its own.
     """
+    busy = "/usr/bin/srun --nodes=1 --ntasks=1 --nodelist=node1 sleep 8 >/dev/null 2>&1 &"
+    once = f"mkdir {submit_stub.folder}/busy 2>/dev/null"
+    srun = submit_stub.repository / ".venv/bin/srun"
+    srun.write_text(f'#!/bin/sh\nif {once}; then {busy} sleep 2; fi\nexec /usr/bin/srun "$@"\n')
+    srun.chmod(0o755)
     nvidia_smi = submit_stub.repository / ".venv/bin/nvidia-smi"
     nvidia_smi.write_text("#!/bin/sh\necho 0\necho 1\n")
     nvidia_smi.chmod(0o755)
@@ -27,6 +33,7 @@ def test_a_separate_run_has_addresses_a_token_and_a_log_of_each_node(submit_stub
     run = submit_stub("separate", sbatch=("--nodes=3",), **settings)
     run.ends("COMPLETED", s=40)
     nvidia_smi.unlink()
+    srun.unlink()
     logs = {path.name: path.read_text() for path in run.folder.glob("logs/latest/*.log")}
     first, second, replicas = (
         logs[name] for name in sorted(logs, key=lambda name: name.split("-")[1])
@@ -169,11 +176,17 @@ def test_a_killed_step_is_started_again_as_it_had_saved(submit_stub):
 
 
 def test_a_run_that_fails_before_its_first_save_is_not_queued_again(submit_stub):
+    """One that has saved before may fail once so, and not twice."""
+    twice = submit_stub("twice", "fail_at=2", sbatch=TWO)
     run = submit_stub("no_save", "step_s=100", sbatch=TWO)
     wait_for(lambda: "trainer" in run.job.steps(), what="the trainer's step")
     run.job.cluster.login("scancel", "--signal=KILL", run.job.steps()["trainer"])
     run.ends("FAILED", s=30)
+    twice.ends("FAILED", s=60)
     assert "not queued again, as it saved no step" in run.log.read_text()
+    text = twice.log.read_text()
+    assert text.count(": queued again\n") == 2 and text.count(": saved nothing after 2;") == 1
+    assert f"job {twice.job.number}.2: not queued again, as it saved no step" in text
 
 
 def test_no_replica_is_left(submit_stub):
@@ -219,7 +232,8 @@ def test_dry_run_prints_the_commands_and_starts_nothing(submit_stub, image):
     assert "# 2 nodes train, 8 ranks each" in lines and "export NNODES=2" in lines
     replicas, trainer = (line for line in lines if line.startswith("srun"))
     assert "launch/serve.sh 8 a.yaml" in replicas and "--nodes=8" in replicas
-    assert "--relative=2" in replicas and "rollout.num_replicas=64" in replicas
+    assert "--nodelist=NODE_1\\,NODE_2 " in trainer and "=NODE_3\\,NODE_4\\," in replicas
+    assert "rollout.num_replicas=64" in replicas
     assert "launch/torchrun.sh 8 a.yaml" in trainer and "--nodes=2" in trainer
     for line in (replicas, trainer):
         assert ("--container-image=image.sqsh --container-mounts=" in line) == bool(image)
