@@ -211,6 +211,13 @@ def running_mean(values: Values, *, window: int) -> list[float | None]:
     return means
 
 
+def trend(values: Values) -> list[float | None]:
+    """Return the running mean of a long curve, [] for one that is too short."""
+    if len(values) < MIN_SMOOTHED:
+        return []
+    return running_mean(values, window=max(5, len(values) // 12))
+
+
 def _crosshair(x_axis: Axis, steps: Sequence[int], series: list) -> Drawing:
     """Return what report.js reads. series: (name, a text per step)."""
     # One string for all texts of a series: in an attribute each quotation mark takes five bytes.
@@ -230,10 +237,7 @@ def line_chart(
     xs = [x_axis.place(step) for step in line.steps]
     points = list(zip(xs, y_axis.places(line.values)))
 
-    means: list[float | None] = []
-    if smooth and len(line.values) >= MIN_SMOOTHED:
-        means = running_mean(line.values, window=max(5, len(line.values) // 12))
-
+    means = trend(line.values) if smooth else []
     numbers = finite(line.values)
     latest = pretty_number(numbers[-1] if numbers else None)
     texts = [pretty_number(value) for value in line.values]
@@ -338,13 +342,9 @@ def overlay_chart(
     Steps may differ and end anywhere. smooth: draw the running means of long curves.
     kind: a CSS class, as of line_chart.
     """
-    smoothed = ""
-    drawn = {name: line.values for name, line in lines.items()}
-
-    for name, values in drawn.items() if smooth else ():
-        if len(values) >= MIN_SMOOTHED:
-            drawn[name] = running_mean(values, window=max(5, len(values) // 12))
-            smoothed = "running mean"
+    trends = {name: trend(line.values) if smooth else [] for name, line in lines.items()}
+    drawn = {name: trends[name] or line.values for name, line in lines.items()}
+    smoothed = "running mean" if any(trends.values()) else ""
 
     steps = sorted({step for line in lines.values() for step in line.steps})
     x_axis = step_axis(steps)

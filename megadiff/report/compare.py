@@ -35,8 +35,7 @@ from megadiff.report.evaluation_table import (
     reward_format,
 )
 from megadiff.report.events_section import resume_changes
-from megadiff.report.report import TEXTS, UNTIMED, section_keys, stage_seconds
-from megadiff.report.run_follower import CONFIG_NAME, read_config
+from megadiff.report.report import UNTIMED, chart_words, section_keys, stage_seconds
 from megadiff.report.run_record import RunRecord, read_run
 
 MAX_RUNS = 16  # that a reader can tell apart, by eight colours and dashes
@@ -54,26 +53,10 @@ SECTIONS = (
     "Speed and memory",
 )
 SPEED = "perf/samples_per_s"
+Runs = Mapping[str, RunRecord]  # by names that tell them apart
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparedRun:
-    """A run under a name that no other of the compared ones has."""
-
-    name: str
-    record: RunRecord
-
-    @property
-    def rows(self) -> Rows:
-        return self.record.rows
-
-    @property
-    def evaluation(self) -> Evaluation | None:
-        """Return the last evaluation, None without any."""
-        return self.record.evaluations[-1][1] if self.record.evaluations else None
-
-
-def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
+def read_runs(folders: Sequence[Path]) -> Runs:
     """Read the runs. Raises ValueError for fewer than two, too many, twice the same, or no run."""
     if not 2 <= len(folders) <= MAX_RUNS:
         raise ValueError(
@@ -85,12 +68,7 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     if twice:
         raise ValueError(f"{', '.join(twice)} was given twice; give each run once")
 
-    names = distinct_names(paths)
-
-    return [
-        ComparedRun(name=name, record=read_run(folder))
-        for name, folder in zip(names, folders, strict=True)
-    ]
+    return dict(zip(distinct_names(paths), map(read_run, folders), strict=True))
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
@@ -108,9 +86,9 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def config_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
+def config_rows(runs: Runs) -> list[list[str]]:
     """Return the head, and a row for each key of the configs in which the runs differ."""
-    configs = [dict(flat_texts(read_config(run.record.folder / CONFIG_NAME))) for run in runs]
+    configs = [dict(flat_texts(run.settings)) for run in runs.values()]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     rows = []
     for key in keys:
@@ -119,17 +97,17 @@ def config_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
             rows.append([key, *values])
 
     # config.yaml has a run's last settings: earlier steps may have been trained with others.
-    changes = [resume_changes(run.record.events) or MISSING for run in runs]
+    changes = [resume_changes(run.events) or MISSING for run in runs.values()]
     if set(changes) != {MISSING}:
         rows.append(["resumed", *changes])
 
-    return [["key", *(run.name for run in runs)], *rows]
+    return [["key", *runs], *rows]
 
 
-def overlays(runs: Sequence[ComparedRun]) -> dict[str, list[Drawing]]:
+def overlays(runs: Runs) -> dict[str, list[Drawing]]:
     """Return section → charts of the metrics that any run has, all runs over each other."""
-    keys = sorted({key for run in runs for key in metric_keys(run.rows)})
-    last_step = max((step_of(run.rows[-1]) for run in runs if run.rows), default=0)
+    keys = sorted({key for run in runs.values() for key in metric_keys(run.rows)})
+    last_step = max(run.last_step for run in runs.values())
     size = -(-last_step // MAX_GRID) or 1
     sections = section_keys(keys)
     sections["Speed and memory"].append("time/step_s")
@@ -138,9 +116,10 @@ def overlays(runs: Sequence[ComparedRun]) -> dict[str, list[Drawing]]:
     for section in SECTIONS:
         charts = []
         for key in sections[section]:
-            lines = {run.name: gridded(run.rows, key, size) for run in runs}
+            lines = {name: gridded(run.rows, key, size) for name, run in runs.items()}
             if any(finite(line.values) for line in lines.values()):
-                charts.append(_overlay(lines, key))
+                smooth = not key.startswith("eval/")
+                charts.append(overlay_chart(lines, **chart_words(key), smooth=smooth))
 
         if charts:
             drawings[section] = charts
@@ -163,29 +142,20 @@ def gridded(rows: Rows, key: str, size: int) -> MetricCurve:
     return MetricCurve(steps=list(groups), values=values, low=(), high=())
 
 
-def _overlay(lines: Mapping[str, MetricCurve], key: str) -> Drawing:
-    quantity = key.partition("/")[2].replace("_", " ")
-    title, note = TEXTS["metrics"].get(key, (quantity[:1].upper() + quantity[1:], ""))
-    smooth = not key.startswith("eval/")
-    kind = "hero" if key in ("reward/mean", LOSS) else ""
-
-    return overlay_chart(lines, title=title, key=key, note=note, kind=kind, smooth=smooth)
-
-
-def summary_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
+def summary_rows(runs: Runs) -> list[list[str]]:
     """Return the head and a row a run: its steps, reward, leading held-out score and speed."""
     leading = common_reward(runs)
     head = ["run", "steps", "reward or loss, first → last"]
     head += [f"held-out {leading}"] if leading else []
     table = [[*head, "samples/s", "s a step", "in all"]]
 
-    for run in runs:
+    for name, run in runs.items():
         ends = verdict(run.rows) or verdict(run.rows, key=LOSS)
         change = MISSING
         if ends is not None:
             change = f"{pretty_number(ends.first)} → {pretty_number(ends.last)}"
 
-        cells = [run.name, _steps(run.record), change]
+        cells = [name, _steps(run), change]
         if leading:
             cells.append(_heldout(run, leading, runs))
 
@@ -198,13 +168,12 @@ def summary_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
     return table
 
 
-def _steps(record: RunRecord) -> str:
-    wanted = record.num_steps
-    is_short = wanted is not None and record.last_step < wanted
-    return f"{record.last_step} of {wanted}" if is_short else str(record.last_step)
+def _steps(run: RunRecord) -> str:
+    is_short = run.last_step < run.num_steps
+    return f"{run.last_step} of {run.num_steps}" if is_short else str(run.last_step)
 
 
-def _heldout(run: ComparedRun, reward: str, runs: Sequence[ComparedRun]) -> str:
+def _heldout(run: RunRecord, reward: str, runs: Runs) -> str:
     evaluation = run.evaluation
     if evaluation is None or reward not in evaluation.reward_names:
         return MISSING
@@ -212,16 +181,16 @@ def _heldout(run: ComparedRun, reward: str, runs: Sequence[ComparedRun]) -> str:
     return _format(runs, reward).value(evaluation.estimate(reward).mean)
 
 
-def _format(runs: Sequence[ComparedRun], reward: str) -> RewardFormat:
+def _format(runs: Runs, reward: str) -> RewardFormat:
     # One format for all: 0.5 beside 50 % could not be compared.
-    return reward_format([run.evaluation for run in runs if run.evaluation is not None], reward)
+    return reward_format([run.evaluation for run in runs.values() if run.evaluation], reward)
 
 
-def common_reward(runs: Sequence[ComparedRun]) -> str | None:
+def common_reward(runs: Runs) -> str | None:
     """Return the leading reward of the first run that has an evaluation; None without one."""
-    for run in runs:
+    for run in runs.values():
         if run.evaluation is not None:
-            return leading_reward(run.evaluation, run.record.weights)
+            return leading_reward(run.evaluation, run.weights)
 
     return None
 
@@ -261,28 +230,28 @@ class Pairing:
         return rows
 
 
-def pair_up(runs: Sequence[ComparedRun]) -> Pairing:
+def pair_up(runs: Runs) -> Pairing:
     """Pair each run's last evaluation with the first earlier run's that drew the same samples."""
     pairs: list[Pair] = []
     reasons: dict[str, str] = {}
+    earlier: dict[str, Evaluation] = {}
 
-    for number, run in enumerate(runs):
+    for name, run in runs.items():
         if run.evaluation is None:
-            reasons[run.name] = f"{run.name} has no evaluation (eval.every)"
+            reasons[name] = f"{name} has no evaluation (eval.every)"
             continue
 
-        for earlier in runs[:number]:
-            if earlier.evaluation is None:
-                continue
-
+        for against, baseline in earlier.items():
             try:
-                comparison = Comparison(evaluation=run.evaluation, baseline=earlier.evaluation)
+                comparison = Comparison(evaluation=run.evaluation, baseline=baseline)
             except ValueError as error:
-                reasons.setdefault(run.name, f"{run.name} against {earlier.name}: {error}")
+                reasons.setdefault(name, f"{name} against {against}: {error}")
                 continue
 
-            pairs.append(Pair(name=run.name, against=earlier.name, comparison=comparison))
+            pairs.append(Pair(name=name, against=against, comparison=comparison))
             break
+
+        earlier[name] = run.evaluation
 
     paired = {name for pair in pairs for name in (pair.name, pair.against)}
     notes = [reason for name, reason in reasons.items() if name not in paired]
@@ -305,14 +274,14 @@ def _difference_rows(comparison: Comparison) -> Iterator[list[str]]:
         yield [reward, steps, before, now, *difference_cells(comparison, reward, None)]
 
 
-def stage_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
+def stage_rows(runs: Runs) -> list[list[str]]:
     """Return the head and a row a stage: median seconds of a step in every run."""
     stages = (*STAGES, UNTIMED)
     by_stage: dict[str, list[float | None]] = {stage: [] for stage in stages}
     whole = []
     speeds = []
 
-    for run in runs:
+    for run in runs.values():
         rows = [row for row in run.rows if step_seconds(row) is not None]
         steps = [stage_seconds(row) for row in rows]
         for stage in stages:
@@ -321,7 +290,7 @@ def stage_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
         whole.append(median(step_seconds(row) for row in rows))
         speeds.append(median(column(run.rows, SPEED)))
 
-    table = [["median s a step", *(run.name for run in runs)]]
+    table = [["median s a step", *runs]]
     for stage, seconds in by_stage.items():
         if any(seconds):
             table.append([stage, *map(pretty_number, seconds)])
@@ -332,20 +301,20 @@ def stage_rows(runs: Sequence[ComparedRun]) -> list[list[str]]:
     return table
 
 
-def headline(runs: Sequence[ComparedRun], pairing: Pairing) -> str:
+def headline(runs: Runs, pairing: Pairing) -> str:
     """Say in a sentence or two which run is ahead: in the held-out score, else in the reward."""
     leading = common_reward(runs)
     scores: dict[str, float] = {}
     if leading is not None:
-        for run in runs:
+        for name, run in runs.items():
             if run.evaluation is not None and leading in run.evaluation.reward_names:
-                scores[run.name] = run.evaluation.estimate(leading).mean
+                scores[name] = run.evaluation.estimate(leading).mean
 
     if leading is not None and len(scores) > 1:
         sentence = _ahead(f"Held-out {leading}", scores, _format(runs, leading).value)
         return f"{sentence} {_clearness(pairing, leading, num_runs=len(runs))}".strip()
 
-    ends = {run.name: verdict(run.rows) for run in runs}
+    ends = {name: verdict(run.rows) for name, run in runs.items()}
     rewards = {name: end.last for name, end in ends.items() if end is not None}
     if len(rewards) > 1:
         return _ahead("The reward", rewards, pretty_number)

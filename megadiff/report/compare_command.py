@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megadiff.observe.text_files import write_whole
 from megadiff.report.compare import (
-    ComparedRun,
     Pairing,
+    Runs,
     config_rows,
     headline,
     overlays,
@@ -63,11 +63,11 @@ def _check_out(page: Path) -> None:
         raise ValueError(f"--out {page}: there is no folder {page.parent}; make it first")
 
 
-def write_comparison(path: Path, runs: Sequence[ComparedRun]) -> Path:
+def write_comparison(path: Path, runs: Runs) -> Path:
     """Write the page, which needs no network and no other file, and return its path."""
     pairing = pair_up(runs)
     page = ENVIRONMENT.get_template("compare.html").render(
-        names=[run.name for run in runs],
+        names=list(runs),
         num_colours=NUM_COLOURS,
         headline=headline(runs, pairing).replace(" %", "\N{NO-BREAK SPACE}%"),
         summary=summary_rows(runs),
@@ -82,7 +82,7 @@ def write_comparison(path: Path, runs: Sequence[ComparedRun]) -> Path:
     return path
 
 
-def to_text(runs: Sequence[ComparedRun]) -> str:
+def to_text(runs: Runs) -> str:
     """Write the page's sentence and its tables, the curves left out, for a terminal."""
     pairing = pair_up(runs)
     blocks = [headline(runs, pairing), align(summary_rows(runs)), _pairing_text(pairing)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from megadiff.observe.evaluation import Comparison
+from megadiff.observe.evaluation import Comparison, Evaluation
 from megadiff.observe.metrics import (
     LOSS,
     STAGES,
@@ -136,8 +136,8 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
     """Return the numbers that a reader looks for first."""
     rows = run.rows
     tiles = []
-    if run.evaluations:
-        tiles.append(_heldout_tile(run))
+    if run.evaluation is not None:
+        tiles.append(_heldout_tile(run, run.evaluation))
 
     if ends is not None and ends.key == LOSS:
         detail = f"mean of {ends.window}, from {pretty_number(ends.first)}"
@@ -151,7 +151,7 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
                 detail += f", {pretty_number(abs(ends.gain) / ends.noise)} σ of the first"
             tiles.append(("Gain", gain, detail))
         # Beside the held-out tile it would begin a second row.
-        if not run.evaluations:
+        if run.evaluation is None:
             best = f"best step {pretty_number(max(rewards))}"
             tiles.append(("Reward now", pretty_number(ends.last), best))
 
@@ -175,9 +175,8 @@ def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
     return tiles
 
 
-def _heldout_tile(run: RunRecord) -> Tile:
+def _heldout_tile(run: RunRecord, last: Evaluation) -> Tile:
     """Return the last evaluation's leading reward, with its change where there is one."""
-    _, last = run.evaluations[-1]
     heldout = run.heldout
     reward = leading_reward(last, run.weights)
     form = format_of(last, heldout, reward)
@@ -194,23 +193,24 @@ def _heldout_tile(run: RunRecord) -> Tile:
     return label, form.value(mean.mean).replace("-", "−"), detail.replace("-", "−")
 
 
-def _chart(rows: Rows, key: str) -> Drawing:
+def chart_words(key: str) -> dict[str, str]:
+    """Return the title, key, note and kind of a metric's chart."""
     # A key without a name of its own is titled by its quantity.
     quantity = key.partition("/")[2].replace("_", " ")
     title, note = TEXTS["metrics"].get(key, (quantity[:1].upper() + quantity[1:], ""))
+    kind = "hero" if key in ("reward/mean", LOSS) else ""
+    return {"title": title, "key": key, "note": note, "kind": kind}
+
+
+def _chart(rows: Rows, key: str) -> Drawing:
+    words = chart_words(key)
     std_key = None
     if key == "reward/mean":
         std_key = "reward/std"
-        note += "; band: ± one standard deviation" if column(rows, std_key) else ""
+        words["note"] += "; band: ± one standard deviation" if column(rows, std_key) else ""
 
-    return line_chart(
-        curve(rows, key, std_key=std_key),
-        title=title,
-        key=key,
-        note=note,
-        kind="hero" if key in ("reward/mean", LOSS) else "",
-        smooth=key == LOSS or key.startswith(("reward/", "diversity/")),
-    )
+    smooth = key == LOSS or key.startswith(("reward/", "diversity/"))
+    return line_chart(curve(rows, key, std_key=std_key), **words, smooth=smooth)
 
 
 def _heldout_parts(run: RunRecord) -> dict[str, Any]:
@@ -218,12 +218,12 @@ def _heldout_parts(run: RunRecord) -> dict[str, Any]:
 
     Where first and last evaluation cannot be compared, only the last is shown.
     """
-    if not run.evaluations:
+    last = run.evaluation
+    if last is None:
         return {}
 
     # Samples of other noise side by side would look like an effect of training.
     evaluations = run.evaluations if run.heldout is not None else run.evaluations[-1:]
-    last = evaluations[-1][1]
     steps = [f"step {evaluation.step}" for _, evaluation in evaluations]
 
     leading = leading_reward(last, run.weights)
@@ -249,8 +249,8 @@ def _heldout_parts(run: RunRecord) -> dict[str, Any]:
 def _over_time_parts(run: RunRecord) -> dict[str, Any]:
     """Return held-out samples over all evaluations; with fewer than three, those of training."""
     held_out = evaluation_strips(run.folder, run.weights)
-    if held_out:
-        reward = leading_reward(run.evaluations[-1][1], run.weights)
+    if held_out and run.evaluation is not None:
+        reward = leading_reward(run.evaluation, run.weights)
         lead = (
             f"One row a held-out prompt, from the same noise at each evaluation, with its {reward}."
         )

@@ -7,53 +7,33 @@ run, which cuts its metrics, is read again from the start.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
-
 from megadiff.observe.evaluation import RECORD_NAME, Comparison, evaluation_folders
-from megadiff.observe.events import EVENTS, Event, read_events
+from megadiff.observe.events import EVENTS, read_events
 from megadiff.observe.heldout import compare, read_evaluations
-from megadiff.observe.metrics import Rows, config_number, parse_row, step_of
-from megadiff.observe.samples import INDEX_NAME, SAMPLES, SavedSample, read_step_samples
+from megadiff.observe.metrics import parse_row, step_of
+from megadiff.observe.samples import INDEX_NAME, SAMPLES, read_step_samples
 from megadiff.observe.step_folders import step_folders
 from megadiff.observe.trackers import METRICS_NAME
 from megadiff.report.evaluation_page import Evaluations
 from megadiff.report.health import findings
-from megadiff.report.run_record import CONFIG_NAME, check_run
+from megadiff.report.run_record import CONFIG_NAME, RunRecord, check_run, read_config
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunView:
-    """Hold a run as it is at one look.
+class RunView(RunRecord):
+    """Hold a run as it is at one look. Its samples are those of the last saved step.
 
-    config: its sections. rows: by step. evaluations: the first and the last.
-    heldout: the last against the first. samples: of the last saved step.
-    alarms: sentences, the gravest first. events: by time.
+    alarms: sentences, the gravest first.
     logged_at: when metrics were last written, in seconds of time.time(); None before.
     """
 
-    name: str
-    config: Mapping[str, Any]
-    rows: Rows
-    evaluations: Evaluations
-    heldout: Comparison | None
-    samples: Sequence[SavedSample]
-    events: Sequence[Event]
     alarms: Sequence[str]
     logged_at: float | None
-
-    @property
-    def last_step(self) -> int:
-        return step_of(self.rows[-1]) if self.rows else 0
-
-    @property
-    def num_steps(self) -> int:
-        """Return how many steps were asked for, 0 where the config does not say."""
-        return int(config_number(self.config, "train", "num_steps") or 0)
 
 
 class MetricsFollower:
@@ -109,8 +89,9 @@ class RunFollower:
         check_run(self._folder)
         folder = self._folder
         rows = self._metrics.read()
-        config_path = folder / CONFIG_NAME
-        config = self._unless_same("config", _mark(config_path), lambda: _sections(config_path))
+        config_text, settings = self._unless_same(
+            "config", _mark(folder / CONFIG_NAME), lambda: read_config(folder)
+        )
 
         evaluated = tuple(_mark(path / RECORD_NAME) for _, path in evaluation_folders(folder))
         evaluations, heldout = self._unless_same(
@@ -128,22 +109,23 @@ class RunFollower:
         events = self._unless_same("events", happened, lambda: read_events(folder))
 
         metrics = _mark(folder / METRICS_NAME)
-        alarms = self._unless_same(
-            "alarms", (metrics, evaluated), lambda: findings(rows, config, heldout)
-        )
-
-        return RunView(
+        view = RunView(
             # '.' has no name of its own
-            name=folder.resolve().name,
-            config=config,
+            folder=folder.resolve(),
             rows=rows,
+            samples=samples,
             evaluations=evaluations,
             heldout=heldout,
-            samples=samples,
             events=events,
-            alarms=alarms,
+            config_text=config_text,
+            settings=settings,
+            alarms=(),
             logged_at=metrics[-1] / 1e9 if metrics else None,
         )
+        alarms = self._unless_same(
+            "alarms", (metrics, evaluated), lambda: findings(rows, view.config, heldout)
+        )
+        return replace(view, alarms=alarms)
 
     def _unless_same(self, name: str, mark: Hashable, read: Callable[[], Any]) -> Any:
         """Return what was read last time where the mark is the same, else read it."""
@@ -166,19 +148,3 @@ def _mark(path: Path) -> tuple[int, ...]:
 def _read_evaluations(folder: Path) -> tuple[Evaluations, Comparison | None]:
     evaluations = read_evaluations(folder)
     return evaluations, compare(evaluations)
-
-
-def _sections(path: Path) -> dict[str, Any]:
-    """Return the config's sections; a damaged one is left out."""
-    config = read_config(path)
-    return {key: value for key, value in config.items() if isinstance(value, dict)}
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return a run's config; {} where it is missing or no yaml."""
-    try:
-        config = yaml.safe_load(path.read_text("utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError):
-        return {}
-
-    return config if isinstance(config, dict) else {}

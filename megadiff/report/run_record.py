@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megadiff.observe.evaluation import Comparison
+from megadiff.observe.evaluation import Comparison, Evaluation
 from megadiff.observe.events import Event, read_events
 from megadiff.observe.heldout import compare, read_evaluations
 from megadiff.observe.metrics import Rows, config_number, read_rows, reward_weights, step_of
@@ -30,8 +30,9 @@ MAX_NAMED = 5  # runs, in an error
 class RunRecord:
     """Contents of a run's folder.
 
-    evaluations: the first and the last one; heldout: the last against the first. events: by time.
-    config_text: config.yaml as it is, "" without one; config: its sections, {} when unreadable.
+    rows: by step. evaluations: the first and the last one; heldout: the last against the first.
+    events: by time.
+    config_text: config.yaml as it is, "" without one; settings: its values, {} when unreadable.
     """
 
     folder: Path
@@ -41,7 +42,12 @@ class RunRecord:
     heldout: Comparison | None
     events: Sequence[Event]
     config_text: str
-    config: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    @property
+    def config(self) -> dict[str, dict[str, Any]]:
+        """Return the config's sections; what somebody edited may be none, and is left out."""
+        return {key: value for key, value in self.settings.items() if isinstance(value, dict)}
 
     @property
     def last_step(self) -> int:
@@ -49,10 +55,10 @@ class RunRecord:
         return step_of(self.rows[-1]) if self.rows else 0
 
     @property
-    def num_steps(self) -> int | None:
-        """Return how many steps were asked for."""
-        number = config_number(self.config, "train", "num_steps")
-        return None if number is None or not math.isfinite(number) else int(number)
+    def num_steps(self) -> int:
+        """Return how many steps were asked for, 0 where the config does not say."""
+        number = config_number(self.config, "train", "num_steps") or 0
+        return int(number) if math.isfinite(number) else 0
 
     @property
     def weights(self) -> dict[str, float]:
@@ -65,16 +71,18 @@ class RunRecord:
 
     @property
     def is_finished(self) -> bool:
-        return self.num_steps is not None and self.last_step >= self.num_steps
+        return 0 < self.num_steps <= self.last_step
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """Return the last evaluation, None without any."""
+        return self.evaluations[-1][1] if self.evaluations else None
 
 
 def read_run(folder: Path) -> RunRecord:
     """Read a run. Raises ValueError when the folder holds neither metrics nor a config."""
     check_run(folder)
-    config_path = folder / CONFIG_NAME
-
-    # Damaged characters are shown as such: a report of a torn run is worth more than none.
-    config_text = config_path.read_text("utf-8", errors="replace") if config_path.exists() else ""
+    config_text, settings = read_config(folder)
     evaluations = read_evaluations(folder)
     return RunRecord(
         # The page shows the folder's name, which '.' has not.
@@ -85,20 +93,21 @@ def read_run(folder: Path) -> RunRecord:
         heldout=compare(evaluations),
         events=read_events(folder),
         config_text=config_text,
-        config=_parse_config(config_text),
+        settings=settings,
     )
 
 
-def _parse_config(text: str) -> dict[str, Any]:
-    """Return the config's sections; {} for no yaml, which is shown but not read."""
+def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return config.yaml as it is, "" without one, and its values, {} where it is no yaml."""
+    path = folder / CONFIG_NAME
+    # Damaged characters are shown as such: a report of a torn run is worth more than none.
+    text = path.read_text("utf-8", errors="replace") if path.exists() else ""
     try:
-        config = yaml.safe_load(text)
+        settings = yaml.safe_load(text)
     except yaml.YAMLError as error:
         logger.warning("%s cannot be read: %s", CONFIG_NAME, error)
-        return {}
-    if not isinstance(config, dict):
-        return {}
-    return {key: value for key, value in config.items() if isinstance(value, dict)}
+        return text, {}
+    return text, settings if isinstance(settings, dict) else {}
 
 
 def check_run(folder: Path) -> None:

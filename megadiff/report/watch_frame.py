@@ -24,7 +24,6 @@ from megadiff.observe.metrics import (
     format_seconds,
     median,
     pretty_number,
-    reward_weights,
     step_of,
     step_seconds,
     verdict,
@@ -114,9 +113,8 @@ def _head(view: RunView, width: int) -> RenderableType:
     """Return name and state, and under them how far the run is and when it ends."""
     state, since = state_of(view, now=time.time())
     words = f"{state}, {since}" if since else state
-    head = Text.assemble(
-        ("megadiff ", "cyan"), (clean(view.name), "bold"), "  ", (words, STATE_STYLES[state])
-    )
+    name = clean(view.folder.name)
+    head = Text.assemble(("megadiff ", "cyan"), (name, "bold"), "  ", (words, STATE_STYLES[state]))
     head.truncate(width, overflow="ellipsis")
 
     steps = f"step {view.last_step}"
@@ -143,7 +141,7 @@ def state_of(view: RunView, *, now: float) -> tuple[str, str]:
     last = turns[-1] if turns else None
     if last is not None and last.kind in ("run_finished", "run_stopped"):
         return last.kind.removeprefix("run_"), _ago(now - last.time.timestamp())
-    if last is None and view.num_steps and view.last_step >= view.num_steps:
+    if last is None and view.is_finished:
         return "finished", _ago(now - view.logged_at) if view.logged_at else ""
 
     begun_at = last.time.timestamp() if last else None
@@ -262,11 +260,11 @@ def _figures(view: RunView, width: int, detail: Detail) -> Iterator[RenderableTy
 
 def _heldout_cells(view: RunView, is_wide: bool) -> Iterator[FigureCells]:
     """Yield the held-out rewards: how they changed, on the same noise, or what they are."""
-    if not view.evaluations:
+    evaluation = view.evaluation
+    if evaluation is None:
         return
 
-    evaluation = view.evaluations[-1][1]
-    leading = leading_reward(evaluation, reward_weights(view.config))
+    leading = leading_reward(evaluation, view.weights)
     names = sorted(evaluation.reward_names, key=lambda name: name != leading)
     percent = "95 %: " if is_wide else ""
 

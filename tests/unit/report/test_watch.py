@@ -154,8 +154,8 @@ def test_the_eta_counts_steps_and_evaluations_that_are_left(tmp_path):
     rows[0]["time/evaluate_s"] = 30.0
     # to step 9: an evaluation at 8 and one at the end
     config = {"train": {"num_steps": 9}, "eval": {"every": 4}}
-    assert eta_s(replace(view, rows=rows, config=config)) == 4 * 2 + 2 * 30
-    assert eta_s(replace(view, rows=[], config=config)) is None
+    assert eta_s(replace(view, rows=rows, settings=config)) == 4 * 2 + 2 * 30
+    assert eta_s(replace(view, rows=[], settings=config)) is None
 
 
 @pytest.mark.parametrize("height", [12, 24, 40, 100])
