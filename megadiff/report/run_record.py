@@ -104,7 +104,7 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     text = path.read_text("utf-8", errors="replace") if path.exists() else ""
     try:
         settings = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter for a date that is none
         logger.warning("%s cannot be read: %s", CONFIG_NAME, error)
         return text, {}
     return text, settings if isinstance(settings, dict) else {}

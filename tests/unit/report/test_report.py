@@ -129,6 +129,7 @@ def test_nan_a_torn_line_and_missing_parts_are_no_obstacle(tmp_path):
         "train: 3\nalgorithm: {clip_range: x}",
         "train: {num_steps: '???'}",
         "- 1",
+        "seed: 2024-13-45",
     ],
 )
 def test_a_config_that_cannot_be_read_is_shown_as_it_is(tmp_path, config):

@@ -79,8 +79,9 @@ def test_a_run_that_has_not_begun_and_folders_that_are_none(tmp_path, capsys):
     assert "is no folder; give a run's folder" in capsys.readouterr().err
     (begun / "config.yaml").write_text("reward: 5\ntrain: [")
     assert "No step is finished yet." in text_of(begun)
-    (begun / "config.yaml").write_text("reward: 5\ntrain: 6\n")
-    assert "No step is finished yet." in text_of(begun)
+    for odd in ("reward: 5\ntrain: 6\n", "train: {num_steps: .inf}\n"):
+        (begun / "config.yaml").write_text(odd)
+        assert "No step is finished yet." in text_of(begun)
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / "empty")]) == 2
     assert "neither config.yaml nor metrics.jsonl" in capsys.readouterr().err
