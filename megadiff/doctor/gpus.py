@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from megadiff.doctor.finding import Finding, error, ok, skipped, warning
@@ -29,14 +28,6 @@ LEAST_FREE = 0.9  # of a GPU's memory, beside other users
 LEAST_CAPABILITY = (8, 0)  # bfloat16 in hardware: A100 and newer
 SLOW_LINK_GBS = 100.0  # NVLink of H100 and H200 gives 300 and more, PCIe 10 to 50
 SHOWN_PAIRS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class DriverFacts:
-    """Hold the driver's version, "" where none is loaded, and the CUDA of torch, None for a CPU."""
-
-    driver: str
-    torch_cuda: str | None
 
 
 def has_gpus() -> bool:
@@ -61,30 +52,30 @@ def driver_of(text: str) -> str:
     return match[1] if match else ""
 
 
-def driver_finding(facts: DriverFacts, *, cuda_works: bool) -> Finding:
-    """Compare the driver with the least one for torch's CUDA.
+def driver_finding(driver: str, torch_cuda: str | None, *, cuda_works: bool) -> Finding:
+    """Compare the driver's version, "" where nothing tells it, with the least for torch's CUDA.
 
+    torch_cuda: None for a CPU.
     cuda_works: whether CUDA started all the same, as with the libraries of forward compatibility.
     """
-    if facts.torch_cuda is None:
-        loaded = facts.driver or "NVIDIA's, of unknown version,"
+    if torch_cuda is None:
+        loaded = driver or "NVIDIA's, of unknown version,"
         return error(
             "driver",
             f"{loaded} is loaded, but torch is built for CPUs",
             fix="rm -r .venv, then launch/setup.sh gpu",
         )
-    if not re.fullmatch(r"\d+(\.\d+)+", facts.driver):
+    if not re.fullmatch(r"\d+(\.\d+)+", driver):
         return skipped("driver", f"neither {DRIVER_FILE} nor nvidia-smi tells its version")
-    least = LEAST_DRIVERS.get(facts.torch_cuda.partition(".")[0])
+    least = LEAST_DRIVERS.get(torch_cuda.partition(".")[0])
     if least is None:
         return warning(
             "driver",
-            f"{facts.driver} with torch for CUDA {facts.torch_cuda}; known are "
-            f"{', '.join(LEAST_DRIVERS)}",
+            f"{driver} with torch for CUDA {torch_cuda}; known are {', '.join(LEAST_DRIVERS)}",
             fix="see NVIDIA's table of CUDA and driver versions",
         )
-    text = f"{facts.driver}, torch's CUDA {facts.torch_cuda} needs {least} or newer"
-    if _numbers(facts.driver) >= _numbers(least):
+    text = f"{driver}, torch's CUDA {torch_cuda} needs {least} or newer"
+    if _numbers(driver) >= _numbers(least):
         return ok("driver", text)
     fix = f"install a driver of branch {least.partition('.')[0]} or newer on the host"
     if cuda_works:
@@ -182,20 +173,20 @@ def links_finding(gbs: float, *, num_gpus: int) -> Finding:
 
 def look_at_gpus(torch_cuda: str | None) -> tuple[GpuFacts, list[Finding]]:
     """Probe this host's GPUs in processes of their own. Returns what torch says, and findings."""
-    driver = DriverFacts(driver=read_driver(), torch_cuda=torch_cuda)
-    if not driver.driver and not has_gpus():
+    driver = read_driver()
+    if not driver and not has_gpus():
         return GpuFacts(), list(_without_gpus(torch_cuda))
     if torch_cuda is None:
-        return GpuFacts(), [driver_finding(driver, cuda_works=False)]
+        return GpuFacts(), [driver_finding(driver, torch_cuda, cuda_works=False)]
 
     try:
         facts = probe_gpus()
     except ProbeError as failure:
         fix = "nvidia-smi and `dmesg | grep -i nvrm` say what hangs; restart the host"
         hang = error("gpus", str(failure), fix=fix)
-        return GpuFacts(), [driver_finding(driver, cuda_works=False), hang]
+        return GpuFacts(), [driver_finding(driver, torch_cuda, cuda_works=False), hang]
 
-    verdict = driver_finding(driver, cuda_works=bool(facts.devices))
+    verdict = driver_finding(driver, torch_cuda, cuda_works=bool(facts.devices))
     links = _measured_links(len(facts.devices))
     return facts, [verdict, *gpu_findings(facts), links]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,17 +38,6 @@ class ProcessLimits:
     locked: int
     stack: int
     has_infiniband: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class PortFacts:
-    """Say of a port whether it is taken. is_needed: whether a run must have this very one."""
-
-    use: str
-    port: int
-    is_taken: bool
-    is_needed: bool
-    key: str
 
 
 def shared_memory_finding(free_bytes: int, *, bucket_mib: int, is_decided: bool) -> Finding:
@@ -130,12 +119,11 @@ def _count(limit: int) -> str:
     return "any number of" if limit == UNLIMITED else str(limit)
 
 
-def read_ports(environment: Mapping[str, str]) -> list[PortFacts]:
+def port_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Try the ports that a run and a replica take by default, or that the environment names.
 
     Raises ValueError for a MASTER_PORT that is none.
     """
-    num_nodes = environment.get("NNODES", "1")
     named = environment.get("MASTER_PORT", "")
     rendezvous = int(named) if named.isdecimal() else RENDEZVOUS_PORT
     if named and not (named.isdecimal() and 0 < rendezvous <= LARGEST_PORT):
@@ -143,22 +131,20 @@ def read_ports(environment: Mapping[str, str]) -> list[PortFacts]:
             f"MASTER_PORT={named} is no port from 1 to {LARGEST_PORT}; set another MASTER_PORT"
         )
 
-    return [
-        PortFacts(
-            use="the rendezvous of several nodes",
-            port=rendezvous,
-            is_taken=is_taken(rendezvous),
-            is_needed=bool(named) or num_nodes != "1",
-            key="MASTER_PORT",
-        ),
-        PortFacts(
-            use="`megadiff serve MODEL`",
-            port=SERVE_PORT,
-            is_taken=is_taken(SERVE_PORT),
-            is_needed=False,
-            key="--port",
-        ),
-    ]
+    is_needed = bool(named) or environment.get("NNODES", "1") != "1"
+    use = "the rendezvous of several nodes"
+    yield _port(rendezvous, use, key="MASTER_PORT", report=error if is_needed else warning)
+    yield _port(SERVE_PORT, "`megadiff serve MODEL`", key="--port", report=warning)
+
+
+def _port(port: int, use: str, *, key: str, report: Callable[..., Finding]) -> Finding:
+    """Say whether a port is free. report: what a taken one is. key: sets another port."""
+    name = f"port {port}"
+    if not is_taken(port):
+        return ok(name, f"free, for {use}")
+    text = f"taken by another process; {use} needs it free"
+    fix = f"end that process (ss -ltnp 'sport = :{port}'), or set another {key}"
+    return report(name, text, fix=fix)
 
 
 def is_taken(port: int) -> bool:
@@ -171,16 +157,3 @@ def is_taken(port: int) -> bool:
         except OSError:
             return True
     return False
-
-
-def port_findings(ports: list[PortFacts]) -> Iterator[Finding]:
-    """Yield a finding for each port."""
-    for facts in ports:
-        name = f"port {facts.port}"
-        if not facts.is_taken:
-            yield ok(name, f"free, for {facts.use}")
-            continue
-        text = f"taken by another process; {facts.use} needs it free"
-        fix = f"end that process (ss -ltnp 'sport = :{facts.port}'), or set another {facts.key}"
-        report = error if facts.is_needed else warning
-        yield report(name, text, fix=fix)

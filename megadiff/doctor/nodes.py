@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from megadiff.doctor.finding import Finding, error, ok, skipped
 from megadiff.doctor.folders import SKEW_S, outside, skew_finding
@@ -15,17 +14,12 @@ from megadiff.process.words import counted
 TIMEOUT_S = 15.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeClocks:
-    """Hold each node's time, and this host's before and after all were asked, in seconds."""
+def read_node_skews(num_nodes: str) -> dict[str, float]:
+    """Return how many seconds each node of this job is ahead of this host. Raises ProbeError.
 
-    seconds: Mapping[str, float]
-    before: float
-    after: float
-
-
-def read_node_clocks(num_nodes: str) -> NodeClocks:
-    """Ask every node of this job for its time. Raises ProbeError."""
+    A node answers at an unknown moment, so its skew is how far its time lies outside of the
+    interval in which all were asked.
+    """
     before = time.time()
     text = output_of(
         [
@@ -44,41 +38,27 @@ def read_node_clocks(num_nodes: str) -> NodeClocks:
     lines = [line.split() for line in text.splitlines() if line.strip()]
 
     try:
-        seconds = {name: float(clock) for name, clock in lines}
+        return {name: outside(float(clock), before=before, after=after) for name, clock in lines}
     except ValueError as failure:
         raise ProbeError(f"srun answered {text[:80]!r}, not a name and a time a line") from failure
 
-    return NodeClocks(seconds=seconds, before=before, after=after)
-
 
 def node_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding for the clocks of this job's nodes, or why they are not looked at."""
+    """Yield a finding for each node whose clock is apart from this host's, or one for all."""
+    name = "clocks of nodes"
     if "SLURM_JOB_ID" not in environment or not shutil.which("srun"):
-        yield skipped("clocks of nodes", "not within a Slurm job")
+        yield skipped(name, "not within a Slurm job")
         return
-    num_nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
 
     try:
-        clocks = read_node_clocks(num_nodes)
+        skews = read_node_skews(environment.get("SLURM_JOB_NUM_NODES", "1"))
     except ProbeError as failure:
-        yield error("clocks of nodes", str(failure), fix="see `sinfo -R` for nodes that are down")
+        yield error(name, str(failure), fix="see `sinfo -R` for nodes that are down")
         return
-    yield from clock_findings(clocks)
 
-
-def clock_findings(clocks: NodeClocks) -> Iterator[Finding]:
-    """Yield a finding for each node whose clock is apart from this host's, or one for all.
-
-    A node answers at an unknown moment, so its skew is how far it lies outside of the interval.
-    """
-    names = sorted(clocks.seconds)
-    apart = 0
-
-    for name in names:
-        skew_s = outside(clocks.seconds[name], before=clocks.before, after=clocks.after)
-        if abs(skew_s) > SKEW_S:
-            apart += 1
-            yield skew_finding("clocks of nodes", skew_s, who=name)
+    apart = {node: skew_s for node, skew_s in skews.items() if abs(skew_s) > SKEW_S}
+    for node in sorted(apart):
+        yield skew_finding(name, apart[node], who=node)
     if not apart:
-        text = f"the clocks of {counted(len(names), 'node')} are within {SKEW_S:.1f} s of this one"
-        yield ok("clocks of nodes", text)
+        text = f"the clocks of {counted(len(skews), 'node')} are within {SKEW_S:.1f} s of this one"
+        yield ok(name, text)

@@ -14,7 +14,6 @@ import torch
 from megadiff.doctor import gpus, links_probe
 from megadiff.doctor.finding import Finding
 from megadiff.doctor.gpu_facts import GpuDevice, GpuFacts, from_json
-from megadiff.doctor.gpus import DriverFacts
 from megadiff.doctor.machine import GIB
 from megadiff.doctor.probes import output_of
 
@@ -44,22 +43,22 @@ def test_old_driver() -> None:
     assert gpus.driver_of(PROPRIETARY) == "535.161.08"
     assert gpus.driver_of("") == ""
 
-    old = DriverFacts(driver=gpus.driver_of(PROPRIETARY), torch_cuda="13.0")
-    finding = gpus.driver_finding(old, cuda_works=False)
+    old = gpus.driver_of(PROPRIETARY)
+    finding = gpus.driver_finding(old, "13.0", cuda_works=False)
     assert finding.status == "error"
     assert "535.161.08, torch's CUDA 13.0 needs 580.65.06 or newer" in finding.text
     assert "branch 580 or newer" in finding.fix
     # by the libraries of forward compatibility, which a container may bring
-    assert gpus.driver_finding(old, cuda_works=True).status == "warning"
-    assert gpus.driver_finding(replace(old, torch_cuda="12.8"), cuda_works=True).status == "ok"
-    new = DriverFacts(driver=gpus.driver_of(OPEN), torch_cuda="13.0")
-    assert gpus.driver_finding(new, cuda_works=True).status == "ok"
-    for_cpus = gpus.driver_finding(replace(new, torch_cuda=None), cuda_works=False)
+    assert gpus.driver_finding(old, "13.0", cuda_works=True).status == "warning"
+    assert gpus.driver_finding(old, "12.8", cuda_works=True).status == "ok"
+    new = gpus.driver_of(OPEN)
+    assert gpus.driver_finding(new, "13.0", cuda_works=True).status == "ok"
+    for_cpus = gpus.driver_finding(new, None, cuda_works=False)
     assert "torch is built for CPUs" in for_cpus.text
     assert "setup.sh gpu" in for_cpus.fix
-    untold = gpus.driver_finding(replace(new, driver=""), cuda_works=True)
+    untold = gpus.driver_finding("", "13.0", cuda_works=True)
     assert untold.status == "skipped"
-    unknown = gpus.driver_finding(replace(new, torch_cuda="14.1"), cuda_works=True)
+    unknown = gpus.driver_finding(new, "14.1", cuda_works=True)
     assert unknown.status == "warning"
 
 
