@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from examples.tiny_models.parts import seeded, written_aside
+from examples.tiny_models.parts import check_choice, seeded, written_aside
 from examples.tiny_models.qwen_image import build_tokenizer
 from megadiff.models.bagel.transformer import BagelSizes, BagelTransformer
 from megadiff.types import DTYPES
@@ -69,8 +69,7 @@ def write_tiny_bagel(out: Path, *, dtype: str = "float32", seed: int = 0) -> Non
 
     Raises ValueError when `out` holds something already, and for an unknown dtype.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
+    check_choice("dtype", dtype, DTYPES)
     tokenizer = build_tokenizer()
     vocabulary = -(-len(tokenizer) // 64) * 64
     settings = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,8 +44,9 @@ def write_folder(
     more_tokenizers: those beside `tokenizer`, by their folders.
     settings: further keys of model_index.json, or other values of its keys.
     image_processor: of models that are given pictures; processor/ holds it and the tokenizer.
-    Raises ValueError when `out` holds something already.
+    Raises ValueError when `out` holds something already, and for an unknown dtype.
     """
+    check_choice("dtype", dtype, DTYPES)
     parts = {**networks, "tokenizer": tokenizer, "scheduler": scheduler, **(more_tokenizers or {})}
     index = {"_class_name": class_name, "_diffusers_version": diffusers.__version__}
     with written_aside(out) as folder:
@@ -76,6 +77,22 @@ def written_aside(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise ValueError for a value that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {sorted(choices)}")
+
+
+@torch.no_grad()
+def keep_variance(network: nn.Module) -> None:
+    """Draw each linear layer's weights so that it keeps its input's variance, without a bias."""
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.normal_(0, module.in_features**-0.5)
+            if module.bias is not None:
+                module.bias.zero_()
 
 
 @contextmanager

@@ -22,9 +22,8 @@ from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from examples.tiny_models.parts import WORDS, seeded, write_folder
+from examples.tiny_models.parts import WORDS, check_choice, keep_variance, seeded, write_folder
 from examples.tiny_models.vae import shape_decoder
-from megadiff.types import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +104,7 @@ def write_tiny_pipeline(
     size: a key of SIZES. dtype: float32 or bfloat16, of all three networks.
     Raises ValueError when `out` holds something already, and for an unknown size or dtype.
     """
-    if size not in SIZES:
-        raise ValueError(f"size={size!r} is unknown; choose one of {sorted(SIZES)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
+    check_choice("size", size, SIZES)
     tokenizer = build_tokenizer()
     assert len(tokenizer(TEMPLATE_PREFIX).input_ids) == TEMPLATE_PREFIX_TOKENS
     text_encoder = build_text_encoder(SIZES[size], tokenizer, seed=seed)
@@ -174,10 +170,8 @@ def build_transformer(
     """
     with seeded(seed), torch.no_grad():
         transformer = _default_transformer(size, zero_cond_t=zero_cond_t)
+        keep_variance(transformer)
         for name, module in transformer.named_modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(0, module.in_features**-0.5)
-                module.bias.zero_()
             if name.endswith("_mod.1"):
                 # Its rows are (shift, scale, gate), for attention and then for the MLP.
                 module.bias.view(2, 3, -1)[:, 2] = 1.0

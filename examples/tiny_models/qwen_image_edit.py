@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from examples.tiny_models.parts import WORDS, write_folder
+from examples.tiny_models.parts import WORDS, check_choice, write_folder
 from examples.tiny_models.qwen_image import (
     SCHEDULER_CONFIG,
     SIZES,
@@ -25,7 +25,6 @@ from examples.tiny_models.qwen_image import (
     build_vae,
 )
 from megadiff.models.qwen_image_edit.text import PREFIX_TOKENS, TEMPLATE, PictureProcessor, encode
-from megadiff.types import DTYPES
 
 KINDS = {"2509": False, "2511": True}  # → zero_cond_t
 # Further words of the template and of edits, of one token each.
@@ -46,10 +45,7 @@ def write_tiny_pipeline(
     kind: a key of KINDS. dtype: float32 or bfloat16, of all three networks.
     Raises ValueError when `out` holds something already, and for an unknown kind or dtype.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is unknown; choose one of {sorted(KINDS)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
+    check_choice("kind", kind, KINDS)
     tokenizer = build_edit_tokenizer()
     processor = build_processor(tokenizer)
     text_encoder = build_text_encoder(SIZES["tiny"], tokenizer, seed=seed)

@@ -27,9 +27,8 @@ from transformers import (
     T5Tokenizer,
 )
 
-from examples.tiny_models.parts import WORDS, seeded, write_folder
+from examples.tiny_models.parts import WORDS, check_choice, keep_variance, seeded, write_folder
 from examples.tiny_models.vae import build_kl_vae
-from megadiff.types import DTYPES
 
 NUM_HEADS = 4  # divides by tp 4 and sp 4
 HEAD_DIM = 16
@@ -65,10 +64,7 @@ def write_tiny_pipeline(
     kind: a key of KINDS. dtype: float32 or bfloat16, of all networks.
     Raises ValueError when `out` holds something already, and for an unknown kind or dtype.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is unknown; choose one of {sorted(KINDS)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
+    check_choice("kind", kind, KINDS)
     clip_tokenizer = build_clip_tokenizer()
     t5_tokenizer = build_t5_tokenizer()
     networks: dict[str, nn.Module] = {
@@ -129,10 +125,8 @@ def build_transformer(
             dual_attention_layers=kind.dual_attention,
             qk_norm=kind.qk_norm,
         )
+        keep_variance(transformer)
         for name, module in transformer.named_modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(0, module.in_features**-0.5)
-                module.bias.zero_()
             if name.endswith(("norm1.linear", "norm1_context.linear")):
                 # rows are (shift, scale, gate), for each attention and for the MLP; the last
                 # block's text has (scale, shift) alone

@@ -8,25 +8,19 @@ from torch import Tensor, nn
 
 from examples.tiny_models.parts import seeded
 
+# Of the image's mean colour, which the middle attention adds, as it looks everywhere alike. So an
+# image has one dominant colour.
+MEAN_WEIGHT = 0.5
+
 
 @torch.no_grad()
-def shape_decoder(
-    vae: nn.Module,
-    *,
-    scale: float = 1.0,
-    mean_weight: float = 0.5,
-    bias: float = 1.0,
-    with_time: bool = False,
-) -> None:
+def shape_decoder(vae: nn.Module, *, with_time: bool = False) -> None:
     """Make the decoder paint latent channels 0, 1, 2 as smooth red, green and blue blobs.
 
-    Channels 0..6 inside the decoder hold (c, -c, bias) with c the three colours. Residual branches
-    are zero, shortcuts the identity, convolutions a blur. The last RMS norm turns c into
-    c·√8/√(2|c|² + bias²): linear near grey, then saturating. silu(u) − silu(−u) = u brings it
-    through the activation unchanged.
-    scale: gain of one latent unit, which is latents_std.
-    mean_weight: of the image's mean colour, which the middle attention adds, as it looks everywhere
-    alike. So an image has one dominant colour.
+    Channels 0..6 inside the decoder hold (c, -c, 1) with c the three colours, in units of
+    latents_std. Residual branches are zero, shortcuts the identity, convolutions a blur. The last
+    RMS norm turns c into c·√8/√(2|c|² + 1): linear near grey, then saturating.
+    silu(u) − silu(−u) = u brings it through the activation unchanged.
     with_time: of videos, so that the frames of one latent are alike; images never need it.
     A decoder whose upsampling blocks have a shortcut (TI2V-5B's), of equal widths throughout, is
     left with the shortcuts.
@@ -37,19 +31,11 @@ def shape_decoder(
     _set_pointwise(vae.post_quant_conv, torch.diag(1 / std))
     vae.post_quant_conv.bias.copy_(-mean / std)
 
-    _shape_blocks(decoder, mean_weight, with_time=with_time)
+    _shape_blocks(decoder, with_time=with_time)
+    _set_blur(decoder.conv_in, _signed_colours(decoder.conv_in.out_channels, vae.config.z_dim))
+    decoder.conv_in.bias[6] = 1.0
 
-    to_colours = torch.zeros(decoder.conv_in.out_channels, vae.config.z_dim)
-    for colour in range(3):
-        to_colours[colour, colour] = scale
-        to_colours[3 + colour, colour] = -scale
-    _set_blur(decoder.conv_in, to_colours)
-    decoder.conv_in.bias[6] = bias
-
-    to_rgb = torch.zeros(3, decoder.conv_out.in_channels)
-    for colour in range(3):
-        to_rgb[colour, colour] = 1.0
-        to_rgb[colour, 3 + colour] = -1.0
+    to_rgb = _signed_colours(decoder.conv_out.in_channels, 3).T
     subpixels = decoder.conv_out.out_channels // 3  # neighbouring channels are those of one colour
     _set_pointwise(decoder.conv_out, to_rgb.repeat_interleave(subpixels, dim=0))
 
@@ -79,25 +65,19 @@ def build_kl_vae(*, scaling_factor: float, shift_factor: float, seed: int) -> Au
 
 
 @torch.no_grad()
-def shape_kl_decoder(
-    vae: AutoencoderKL, *, scale: float = 1.0, mean_weight: float = 0.5, bias: float = 2.0
-) -> None:
+def shape_kl_decoder(vae: AutoencoderKL) -> None:
     """Make AutoencoderKL's decoder paint latent channels 0, 1, 2, as shape_decoder() does.
 
-    Channels 0..7 inside the decoder hold (c, -c, bias, -bias). Their mean is 0, so a group norm
-    over all of them only divides: by the root mean square of the whole image.
-    scale: gain of one latent unit, after scaling_factor.
+    Channels 0..7 inside the decoder hold (c, -c, 2, -2). Their mean is 0, so a group norm over all
+    of them only divides: by the root mean square of the whole image.
     """
     decoder = vae.decoder
-    gain = scale * vae.config.scaling_factor
-    to_colours = torch.zeros(decoder.conv_in.out_channels, vae.config.latent_channels)
-    for colour in range(3):
-        to_colours[colour, colour] = gain
-        to_colours[3 + colour, colour] = -gain
-    _set_blur(decoder.conv_in, to_colours)
+    gain = vae.config.scaling_factor
+    colours = _signed_colours(decoder.conv_in.out_channels, vae.config.latent_channels)
+    _set_blur(decoder.conv_in, gain * colours)
     # the shift's part of each colour
     offset = gain * vae.config.shift_factor
-    decoder.conv_in.bias[:8] = torch.tensor([*[-offset] * 3, *[offset] * 3, bias, -bias])
+    decoder.conv_in.bias[:8] = torch.tensor([*[-offset] * 3, *[offset] * 3, 2.0, -2.0])
 
     for block in decoder.modules():
         kind = type(block).__name__
@@ -117,19 +97,24 @@ def shape_kl_decoder(
                 (block.to_q, torch.zeros_like(colours)),
                 (block.to_k, torch.zeros_like(colours)),
                 (block.to_v, colours),
-                (block.to_out[0], mean_weight * colours),
+                (block.to_out[0], MEAN_WEIGHT * colours),
             ):
                 linear.weight.copy_(matrix_OI)
                 linear.bias.zero_()
 
-    to_rgb = torch.zeros(3, decoder.conv_out.in_channels)
+    _set_pointwise(decoder.conv_out, _signed_colours(decoder.conv_out.in_channels, 3).T)
+
+
+def _signed_colours(num_channels: int, num_colours: int) -> Tensor:
+    """Return [num_channels, num_colours]: channels c and 3 + c are colour c and its negative."""
+    matrix = torch.zeros(num_channels, num_colours)
     for colour in range(3):
-        to_rgb[colour, colour] = 1.0
-        to_rgb[colour, 3 + colour] = -1.0
-    _set_pointwise(decoder.conv_out, to_rgb)
+        matrix[colour, colour] = 1.0
+        matrix[3 + colour, colour] = -1.0
+    return matrix
 
 
-def _shape_blocks(decoder: nn.Module, mean_weight: float, *, with_time: bool) -> None:
+def _shape_blocks(decoder: nn.Module, *, with_time: bool) -> None:
     """Make every block pass the colours on, and the middle attention add their mean."""
     for block in decoder.modules():
         kind = type(block).__name__.removeprefix("QwenImage").removeprefix("Wan")
@@ -148,7 +133,7 @@ def _shape_blocks(decoder: nn.Module, mean_weight: float, *, with_time: bool) ->
             colours = torch.diag((torch.arange(block.dim) < 6).float())
             no_query_no_key = torch.zeros(2 * block.dim, block.dim)
             _set_pointwise(block.to_qkv, torch.cat([no_query_no_key, colours]))
-            _set_pointwise(block.proj, mean_weight * colours)
+            _set_pointwise(block.proj, MEAN_WEIGHT * colours)
     for block in decoder.up_blocks:
         if getattr(block, "avg_shortcut", None) is not None:
             block.upsampler.resample[1].weight.zero_()

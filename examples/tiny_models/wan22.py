@@ -15,10 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from examples.tiny_models.parts import WORDS, seeded, write_folder
+from examples.tiny_models.parts import WORDS, check_choice, keep_variance, seeded, write_folder
 from examples.tiny_models.vae import shape_decoder
 from megadiff.models.wan22.checkpoint import HIGH_NOISE, LOW_NOISE
-from megadiff.types import DTYPES
 
 TEXT_DIM = 32
 NUM_HEADS = 4
@@ -64,10 +63,7 @@ def write_tiny_pipeline(
     kind: a key of KINDS. dtype: float32 or bfloat16, of all networks.
     Raises ValueError when `out` holds something already, and for an unknown kind or dtype.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is unknown; choose one of {sorted(KINDS)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
+    check_choice("kind", kind, KINDS)
     tiny = KINDS[kind]
     tokenizer = build_tokenizer()
     networks: dict[str, nn.Module] = {
@@ -162,10 +158,7 @@ def build_transformer(tiny: TinyKind, *, seed: int) -> WanTransformer3DModel:
             qk_norm="rms_norm_across_heads",
             rope_max_seq_len=64,
         )
-        for module in transformer.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(0, module.in_features**-0.5)
-                module.bias.zero_()
+        keep_variance(transformer)
     for block in transformer.blocks:
         # The gates of self attention and of the feed-forward layer.
         block.scale_shift_table[:, [2, 5]] += 1.0

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from examples.tiny_models import qwen_image
-from examples.tiny_models.parts import seeded, write_folder
+from examples.tiny_models.parts import keep_variance, seeded, write_folder
 from examples.tiny_models.vae import build_kl_vae
-from megadiff.types import DTYPES
 
 NUM_HEADS = 4  # divides by 4 (tp 4, sp 4), unlike the real model's 30
 ROPE_AXES = [8, 8, 8]  # they sum to a head's features
@@ -42,8 +41,6 @@ def write_tiny_pipeline(
     dtype: float32 or bfloat16, of all three networks.
     Raises ValueError when `out` holds something already, and for an unknown dtype.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
     tokenizer = build_tokenizer()
     text_encoder = build_text_encoder(tokenizer, seed=seed)
     shared_states_TD = prompt_states("a picture", tokenizer, text_encoder)
@@ -90,14 +87,11 @@ def build_transformer(shared_states_TD: Tensor, *, seed: int) -> ZImageTransform
             # the real model's: as many positions along the text, the height and the width
             axes_lens=[1536, 512, 512],
         )
+        keep_variance(transformer)
         for name, module in transformer.named_modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(0, module.in_features**-0.5)
-                if module.bias is not None:
-                    module.bias.zero_()
-                if name.endswith("adaLN_modulation.0"):
-                    # Its rows are (scale, gate), for attention and then for the MLP.
-                    module.bias.view(2, 2, -1)[:, 1] = 1.0
+            if isinstance(module, nn.Linear) and name.endswith("adaLN_modulation.0"):
+                # Its rows are (scale, gate), for attention and then for the MLP.
+                module.bias.view(2, 2, -1)[:, 1] = 1.0
         for pad_token in (transformer.x_pad_token, transformer.cap_pad_token):
             pad_token.normal_()
         # Three quarters of the text are padding: let it carry what it reads of the prompt.
