@@ -194,30 +194,22 @@ def fill_shape(
         cv2.fillPoly(canvas, [corners], color, cv2.LINE_AA, _SUBPIXEL_BITS)
 
 
-def sample_images(
-    count: int, *, seed: int, num_workers: int | None = None
-) -> tuple[np.ndarray, list[str]]:
+def sample_images(count: int, *, seed: int) -> tuple[np.ndarray, list[str]]:
     """Draw `count` pictures of captions that are not held out, tasks in the mix of TASK_FRACTIONS.
 
     Returns uint8 [count, 64, 64, 3] RGB and their captions' texts. The same for the same seed,
     however many workers; fewer images of a seed are the first of more.
-    num_workers: None is one process per core of this rank where that pays, 1 none.
-    Workers are spawned: a script that calls this at its top level needs
-    `if __name__ == "__main__":`.
+    Workers are spawned where that pays, one per core of this rank: a script that calls this at its
+    top level needs `if __name__ == "__main__":`.
     """
     if count < 1:
         raise ValueError(f"count={count}, must be at least 1")
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(
-            f"num_workers={num_workers}, must be at least 1; leave it out for one per core"
-        )
     sizes = [min(_CHUNK, count - start) for start in range(0, count, _CHUNK)]
-    if num_workers is None:
-        num_workers = max(1, min(share_of_cores(_MOST_WORKERS), count // _LEAST_PER_WORKER))
+    num_workers = min(share_of_cores(_MOST_WORKERS), count // _LEAST_PER_WORKER, len(sizes))
 
     images = np.empty((count, SIZE, SIZE, 3), np.uint8)
     texts: list[str] = []
-    with nullcontext() if num_workers == 1 else worker_pool(min(num_workers, len(sizes))) as pool:
+    with worker_pool(num_workers) if num_workers > 1 else nullcontext() as pool:
         map_chunks = pool.map if pool else map
         for chunk in map_chunks(_sample_chunk, repeat(seed), range(len(sizes)), sizes):
             chunk_images, chunk_texts = chunk

@@ -18,7 +18,6 @@ from megadiff.process.lifeline import kill_children
 
 INTERRUPTED = 128 + signal.SIGINT
 READER_LEFT = 128 + signal.SIGPIPE  # as of programs that die of a `| head`
-BEFORE_FIRST_STEP = "stopped by Ctrl-C before the first step; nothing was saved\n"
 
 
 def log_to_stderr(rank: int = 0) -> None:
@@ -82,7 +81,9 @@ def interrupted_text(command: str) -> str:
     """Return what Ctrl-C says of a command that has no answer of its own to it."""
     if os.environ.get("RANK", "0") != "0":
         return ""
-    return BEFORE_FIRST_STEP if command == "train" else "interrupted\n"
+    if command == "train":
+        return "stopped by Ctrl-C before the first step; nothing was saved\n"
+    return "interrupted\n"
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from megadiff.checkpoint.base_weights import base_weights
 from megadiff.checkpoint.checkpoints import Checkpoints
-from megadiff.cli.console import leave, log_to_stderr
+from megadiff.cli.console import log_to_stderr
 from megadiff.cli.evaluate_subject import Subject, check_earlier, resolve, resolve_baseline
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
@@ -347,7 +347,3 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     return parser
-
-
-if __name__ == "__main__":
-    leave(main())

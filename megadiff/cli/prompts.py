@@ -70,7 +70,3 @@ def _check_out(src: Path, out: Path, *, force: bool) -> None:
         raise ValueError(f"{out} is what is read; name another file")
     if os.path.lexists(out) and (not force or not out.is_file()):
         raise ValueError(f"{out} exists; remove it, name another one, or give --force for a file")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megadiff.checkpoint.checkpoints import CheckpointError
-from megadiff.cli.console import BEFORE_FIRST_STEP, INTERRUPTED, leave, log_to_stderr
+from megadiff.cli.console import INTERRUPTED, interrupted_text, leave, log_to_stderr
 from megadiff.config.docs import to_text as keys_to_text
 from megadiff.config.load import check_model_path, load_config
 from megadiff.config.schema import Config
@@ -107,11 +107,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         return _fail(RuntimeError(f"{error}; {advice}"), rank, code=1)
     except Unwinding as stop:  # a signal while the run was built
-        return _stopped_early(int(stop.code or 0), rank)
+        return _stopped_early(int(stop.code or 0))
     except SystemExit as stop:  # a signal, or another rank's failure: all is closed by now
         return int(stop.code or 0)
     except KeyboardInterrupt:  # once training has begun, a rescue answers Ctrl-C
-        return _stopped_early(INTERRUPTED, rank)
+        return _stopped_early(INTERRUPTED)
     except Exception:  # shown whole; what it left ends in leave()
         logger.exception("rank %d failed", rank)
         return 1
@@ -339,9 +339,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _stopped_early(code: int, rank: int) -> int:
-    if code == INTERRUPTED and rank == 0:
-        sys.stderr.write(BEFORE_FIRST_STEP)
+def _stopped_early(code: int) -> int:
+    if code == INTERRUPTED:
+        sys.stderr.write(interrupted_text("train"))
     return code
 
 

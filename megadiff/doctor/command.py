@@ -226,7 +226,3 @@ def _guarded(name: str, seconds: float, look: Callable[[], Iterable[Finding]]) -
         yield refusal(name, str(failure))
     except Exception as failure:  # of a user's own reward, for one
         yield refusal(name, f"{type(failure).__name__}: {failure}")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
 from megadiff.report.report import write_report
-
-logger = logging.getLogger(__name__)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,7 +35,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         # as_uri() refuses a relative path.
         webbrowser.open(path.resolve().as_uri())
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -98,7 +98,3 @@ def to_text(runs: Runs) -> str:
 def _pairing_text(pairing: Pairing) -> str:
     rows = [align(pairing.rows)] if pairing.rows else []
     return "\n".join([*rows, *pairing.notes])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -115,7 +115,3 @@ def _has_quit(keyboard: int, seconds: float) -> bool:
     pressed = os.read(keyboard, 1024)
     # Nothing to read: the terminal is gone.
     return not pressed or b"q" in pressed.lower()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

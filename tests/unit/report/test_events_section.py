@@ -3,7 +3,7 @@ import re
 from synthetic_run import section_of, write_run
 
 from megadiff.observe.events import Events
-from megadiff.report.events_section import MAX_ROWS, events_parts
+from megadiff.report.events_section import MAX_ROWS
 from megadiff.report.report import write_report
 
 
@@ -66,7 +66,3 @@ def test_of_many_events_the_newest_are_shown(tmp_path):
     assert ["call made again elsewhere", "replica_0", str(MAX_ROWS + 5)] in [
         row[:3] for row in cells_of(section)
     ]
-
-
-def test_no_events_no_parts():
-    assert events_parts([]) == {}

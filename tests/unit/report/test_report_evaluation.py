@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 import yaml
 from rich.console import Console
-from synthetic_run import PROMPTS, TASKS, eval_metrics_of, evaluation_of, section_of, write_run
+from synthetic_run import TASKS, eval_metrics_of, evaluation_of, section_of, write_run
 
 from megadiff.observe.evaluation import (
     Comparison,
@@ -46,6 +46,7 @@ def test_the_first_and_last_evaluation_stand_side_by_side(tmp_path):
     assert held_out.count('<li><div class="pair">') == 24 and held_out.count("<img") == 48
     assert held_out.count("step 0") and held_out.count("step 60")
     assert "a sign that says &#34;OPEN&#34; &lt;b&gt;&amp;&lt;/b&gt;, step 60" in held_out
+    assert "<b>&</b>" not in page
 
 
 def test_pairs_are_the_same_sample_with_verdicts_in_words(tmp_path):
@@ -204,11 +205,6 @@ def test_a_picture_that_is_gone_leaves_its_verdict(tmp_path):
     held_out = section_of(page_of(folder), "Held-out evaluation")
     assert held_out.count("<img") == 47 and held_out.count('<div class="gap"></div>') == 1
     assert len(re.findall("</span> (right|wrong)</b>", held_out)) == 48
-
-
-def test_the_prompts_of_the_page_are_text(tmp_path):
-    page = page_of(write_run(tmp_path / "run", steps=60, evaluated=True))
-    assert len(PROMPTS) == len(TASKS) and "<b>&</b>" not in page
 
 
 def test_a_reward_that_the_first_evaluation_had_not_is_shown_without_a_value(tmp_path):

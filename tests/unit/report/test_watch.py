@@ -194,7 +194,7 @@ def test_a_live_view_ends_with_q_or_a_signal_and_gives_the_terminal_back(tmp_pat
     keyboard, terminal = pty.openpty()
     before = termios.tcgetattr(terminal)
     process = subprocess.Popen(
-        [sys.executable, "-m", "megadiff.report.watch", str(folder)],
+        [sys.executable, "-m", "megadiff.cli.main", "watch", str(folder)],
         stdin=terminal,
         stdout=terminal,
         stderr=subprocess.PIPE,
