@@ -9,8 +9,8 @@ from typing import Any
 
 from megadiff.doctor.finding import Finding, error, ok, warning
 from megadiff.process.words import counted
+from megadiff.tensors.tensor_file import LENGTH_BYTES
 
-LENGTH_BYTES = 8  # of a safetensors header's length, in front of it
 LFS_POINTER = b"version https://git-lfs"
 LEAST_SHARE = 0.99  # of an index's total_size; published ones count tied weights twice
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -56,17 +56,13 @@ def _cut_short(folder: Path) -> Iterator[Finding]:
             text = f"{path} has {size} bytes: a pointer of git-lfs, not its file"
             yield error("download", text, fix="git lfs pull, in the model's folder")
             continue
-        expected = _expected_bytes(path)
+        # by its header, or of the header alone where that is cut short itself
+        length, header = _header(path)
+        expected = LENGTH_BYTES + length + _data_bytes(header)
         if size < expected:
             text = f"{path} has {size} bytes of {expected}"
             fix = f"fetch it again: hf download REPOSITORY {path.relative_to(folder)}"
             yield error("download", text, fix=fix)
-
-
-def _expected_bytes(path: Path) -> int:
-    """Return how long a file is by its header, or its header where that is cut short itself."""
-    length, header = _header(path)
-    return LENGTH_BYTES + length + _data_bytes(header)
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:

@@ -46,11 +46,11 @@ def _device(index: int) -> GpuDevice:
     )
 
 
-def ipc_error(device: str = "cuda:0") -> str:
+def ipc_error() -> str:
     """Let another process read a tensor of ours, as a replica reads a bucket; say why it cannot."""
     context = torch.multiprocessing.get_context("spawn")
     answers = context.Queue()
-    tensor = torch.arange(8, dtype=torch.float32, device=device)
+    tensor = torch.arange(8, dtype=torch.float32, device="cuda:0")
     reader = context.Process(target=_read, args=(tensor, answers), daemon=True)
     reader.start()
 

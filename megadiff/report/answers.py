@@ -41,11 +41,9 @@ class PageAnswer:
     sentences: Sequence[str]
 
 
-def answers(run: RunRecord, ends: Verdict | None) -> list[PageAnswer]:
-    """Return the answers to all three questions; [] before a step is finished.
-
-    ends: of the reward, or of the loss for a run without one.
-    """
+def answers(run: RunRecord) -> list[PageAnswer]:
+    """Return the answers to all three questions; [] before a step is finished."""
+    ends = run.ends
     if not run.last_step or ends is None:
         return []
     work = _did_it_work(run, ends)

@@ -12,7 +12,6 @@ from pathlib import Path
 from megadiff.config.flat import flat_texts
 from megadiff.observe.evaluation import Comparison, Evaluation
 from megadiff.observe.metrics import (
-    LOSS,
     STAGES,
     Rows,
     column,
@@ -150,10 +149,9 @@ def summary_rows(runs: Runs) -> list[list[str]]:
     table = [[*head, "samples/s", "s a step", "in all"]]
 
     for name, run in runs.items():
-        ends = verdict(run.rows) or verdict(run.rows, key=LOSS)
         change = MISSING
-        if ends is not None:
-            change = f"{pretty_number(ends.first)} → {pretty_number(ends.last)}"
+        if run.ends is not None:
+            change = f"{pretty_number(run.ends.first)} → {pretty_number(run.ends.last)}"
 
         cells = [name, _steps(run), change]
         if leading:

@@ -20,7 +20,6 @@ from megadiff.observe.metrics import (
     VERDICT_STEPS,
     Row,
     Rows,
-    Verdict,
     column,
     format_seconds,
     median,
@@ -30,7 +29,6 @@ from megadiff.observe.metrics import (
     stage_key,
     step_of,
     step_seconds,
-    verdict,
 )
 from megadiff.report.answers import answers
 from megadiff.report.charts import Drawing, buckets, curve, line_chart, stacked_chart
@@ -84,10 +82,11 @@ def section_keys(keys: Sequence[str]) -> dict[str, list[str]]:
     return sections
 
 
-def headline(run: RunRecord, ends: Verdict | None) -> str:
+def headline(run: RunRecord) -> str:
     """Say in one sentence what the run achieved: in a trained reward held out, else in training."""
     if not run.last_step:
         return "No step is finished yet."
+    ends = run.ends
     # A supervised run trains on no reward: of those it tells an accuracy alone.
     is_supervised = ends is not None and ends.key == LOSS
     held_out = held_out_headline(run.heldout, run.weights, accuracy_only=is_supervised)
@@ -132,9 +131,10 @@ def held_out_headline(
     return reward_sentence(heldout, reward, subject)
 
 
-def _tiles(run: RunRecord, ends: Verdict | None) -> list[Tile]:
+def _tiles(run: RunRecord) -> list[Tile]:
     """Return the numbers that a reader looks for first."""
     rows = run.rows
+    ends = run.ends
     tiles = []
     if run.evaluation is not None:
         tiles.append(_heldout_tile(run, run.evaluation))
@@ -332,9 +332,6 @@ def _state(run: RunRecord) -> str:
 def write_report(run_folder: Path) -> Path:
     """Write report.html into a run's folder and return its path. Raises ValueError for no run."""
     run = read_run(run_folder)
-    # Supervised runs have no reward.
-    ends = verdict(run.rows) or verdict(run.rows, key=LOSS)
-
     parts = {
         "Rewards": rewards_parts(run.rows, run.config, run.samples),
         HELD_OUT: _heldout_parts(run),
@@ -363,9 +360,9 @@ def write_report(run_folder: Path) -> Path:
         kind="report",
         name=run.folder.name,
         state=_state(run),
-        headline=headline(run, ends),
-        tiles=_tiles(run, ends),
-        answers=answers(run, ends),
+        headline=headline(run),
+        tiles=_tiles(run),
+        answers=answers(run),
         sections=sections,
     )
     logger.info("report %s, %.1f MB", path, path.stat().st_size / 1e6)

@@ -14,7 +14,16 @@ import yaml
 from megadiff.observe.evaluation import Comparison, Evaluation
 from megadiff.observe.events import Event, read_events
 from megadiff.observe.heldout import compare, read_evaluations
-from megadiff.observe.metrics import Rows, config_number, read_rows, reward_weights, step_of
+from megadiff.observe.metrics import (
+    LOSS,
+    Rows,
+    Verdict,
+    config_number,
+    read_rows,
+    reward_weights,
+    step_of,
+    verdict,
+)
 from megadiff.observe.samples import SavedSample, read_samples
 from megadiff.observe.trackers import METRICS_NAME
 from megadiff.report.evaluation_page import Evaluations
@@ -72,6 +81,11 @@ class RunRecord:
     @property
     def is_finished(self) -> bool:
         return 0 < self.num_steps <= self.last_step
+
+    @property
+    def ends(self) -> Verdict | None:
+        """Return the reward's course, of a supervised run the loss's, which has no reward."""
+        return verdict(self.rows) or verdict(self.rows, key=LOSS)
 
     @property
     def evaluation(self) -> Evaluation | None:

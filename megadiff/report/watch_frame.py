@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from megadiff.observe.metrics import (
-    LOSS,
     column,
     config_number,
     finite,
@@ -188,7 +187,7 @@ def eta_s(view: RunView) -> float | None:
 
 def _curve(view: RunView, width: int, detail: Detail) -> Iterator[RenderableType]:
     """Yield the curve of the reward, or of the loss, with the labels of its axes."""
-    ends = verdict(view.rows) or verdict(view.rows, key=LOSS)
+    ends = view.ends
     if ends is None:
         return
 

@@ -8,7 +8,6 @@ import pytest
 from synthetic_evaluation import evaluation
 
 from megadiff.observe.evaluation import EvaluatedSample, evaluation_folder, write_evaluation
-from megadiff.observe.metrics import verdict
 from megadiff.report.answers import answers
 from megadiff.report.run_record import read_run
 
@@ -44,8 +43,7 @@ def write_run(folder: Path, *, num_right: int, num_steps: int = 20) -> Path:
 def test_a_change_counts_the_samples_that_have_the_reward(
     tmp_path: Path, num_right: int, words: str
 ) -> None:
-    run = read_run(write_run(tmp_path / "run", num_right=num_right))
-    (work, *_) = answers(run, verdict(run.rows))
+    (work, *_) = answers(read_run(write_run(tmp_path / "run", num_right=num_right)))
     assert re.match(words.replace("+", r"\+"), work.sentences[0])
 
 
@@ -53,14 +51,12 @@ def test_a_reward_of_a_weight_below_zero_has_worked_where_it_fell(tmp_path: Path
     folder = write_run(tmp_path / "run", num_right=7)
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("type: color", "type: color, weight: -1"))
-    run = read_run(folder)
-    (work, *_) = answers(run, verdict(run.rows))
+    (work, *_) = answers(read_run(folder))
     assert work.mark == "bad" and work.sentences[0].startswith("No: +87.5 points of color")
 
 
 def test_a_short_run_shows_nothing_yet(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", num_right=0, num_steps=8))
-    (work, *_) = answers(run, verdict(run.rows))
+    (work, *_) = answers(read_run(write_run(tmp_path / "run", num_right=0, num_steps=8)))
     assert work.mark == "unsure" and work.sentences[0].startswith("Too early to say: the reward")
     assert "it takes 10 steps to tell" in work.sentences[0]
 
@@ -82,6 +78,5 @@ def test_without_a_comparison_it_says_why(
     for step in steps:
         record = replace(evaluation(0.0, step=step), samples=[sample(step, 1.0)])
         write_evaluation(evaluation_folder(folder, step), record, {})
-    run = read_run(folder)
-    sentences = [text for answer in answers(run, verdict(run.rows)) for text in answer.sentences]
+    sentences = [text for answer in answers(read_run(folder)) for text in answer.sentences]
     assert any(words in text for text in sentences), sentences
