@@ -36,7 +36,6 @@ SHAPES = ("circle", "square", "triangle", "star")
 NUMBERS = {"two": 2, "three": 3, "four": 4}
 # From the second object to the first; y is down.
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
-TASKS = ("single", "colors", "two", "counting", "position", "attr", "pos_attr")
 TASK_FRACTIONS = {  # of pretraining images
     "single": 0.05,
     "colors": 0.1,
@@ -46,6 +45,7 @@ TASK_FRACTIONS = {  # of pretraining images
     "attr": 0.2,
     "pos_attr": 0.2,
 }
+TASKS = tuple(TASK_FRACTIONS)
 RL_CAPTIONS = 80  # of a task, in shapes_rl.jsonl
 NEVER_HELD_OUT = ("single", "two")  # 4 and 12 captions: too few to split
 
@@ -334,7 +334,7 @@ def _sample_chunk(seed: int, chunk: int, size: int) -> tuple[np.ndarray, list[st
     """
     rng = np.random.default_rng((seed, chunk))
     by_task = _training_captions()
-    fractions = [TASK_FRACTIONS[task] for task in TASKS]
+    fractions = list(TASK_FRACTIONS.values())
     images = np.empty((size, SIZE, SIZE, 3), np.uint8)
     texts = []
     for image in images:
