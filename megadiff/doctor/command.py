@@ -25,7 +25,7 @@ from megadiff.doctor.gpu_facts import GpuFacts
 from megadiff.doctor.probes import within
 from megadiff.observe.step_folders import step_folders
 from megadiff.process.descriptors import rank_sockets
-from megadiff.process.words import counted
+from megadiff.process.words import counted, error_text
 
 QUICK_S = 15.0  # a folder of a file server, which may be far
 NODES_S = 30.0  # srun has a deadline of its own
@@ -222,7 +222,5 @@ def _guarded(name: str, seconds: float, look: Callable[[], Iterable[Finding]]) -
     """Yield what a look finds; one that fails or takes too long is a finding itself."""
     try:
         yield from within(seconds, lambda: list(look()))
-    except (OSError, ValueError) as failure:
-        yield refusal(name, str(failure))
     except Exception as failure:  # of a user's own reward, for one
-        yield refusal(name, f"{type(failure).__name__}: {failure}")
+        yield refusal(name, error_text(failure))
