@@ -26,7 +26,7 @@ MIN_COLUMNS = 3  # two evaluations are what the wall shows
 
 
 def evaluation_strips(run_folder: Path, weights: Weights = ALL_ALIKE) -> list[Drawing]:
-    """Return a strip per prompt: its caption, and a look or None per evaluation.
+    """Return a strip per prompt, as pictures.strips does: a look or None per evaluation.
 
     Tasks take turns. weights: of rewards; the leading one is shown.
     [] for fewer than three evaluations, or without pictures of their samples.
@@ -35,19 +35,17 @@ def evaluation_strips(run_folder: Path, weights: Weights = ALL_ALIKE) -> list[Dr
     if len(columns) < MIN_COLUMNS:
         return []
     _, last = columns[-1]
-    samples = _by_turns(last)
     # One for all looks: a reward that is 0 or 1 at first may be a share of the first alone.
     reward = leading_reward(last, weights)
-    looks = {sample.identity: _looks(sample, columns, reward) for sample in samples}
-    pictures = load_pictures([look["path"] for row in looks.values() for look in row if look])
+    strips: list[Drawing] = []
+    for sample in _by_turns(last):
+        strips.append({"caption": sample.caption, "looks": _looks(sample, columns, reward)})
 
-    strips = []
-    for sample in samples:
-        row: list[Drawing | None] = []
-        for look in looks[sample.identity]:
-            picture = pictures.get(look["path"]) if look else None
-            row.append(look | {"picture": picture} if look and picture else None)
-        strips.append({"caption": sample.caption, "looks": row})
+    looks = [look for strip in strips for look in strip["looks"] if look]
+    # All at once: together they have to be small enough for one page.
+    pictures = load_pictures([look["path"] for look in looks])
+    for look in looks:
+        look["picture"] = pictures.get(look["path"])
 
     return strips if pictures else []
 

@@ -179,6 +179,8 @@ def comes_again(rows: Sequence[Sequence[SavedSample | None]]) -> bool:
 def strips(samples: Sequence[SavedSample]) -> list[Drawing]:
     """Return a strip per prompt: its caption, and a look or None per step; [] without a picture.
 
+    A look's picture is None where it could not be read.
+
     Where no prompt came twice, a strip per step: its prompts beside each other.
     """
     rows: Sequence[Sequence[SavedSample | None]] = pick_rows(samples)
@@ -196,23 +198,19 @@ def _strip(
 ) -> Drawing:
     looks: list[Drawing | None] = []
     for sample in row:
-        drawing = look(sample, pictures) if sample else None
-        if drawing is not None and sample is not None and not is_by_prompt:
-            drawing |= {"label": sample.caption}
-        looks.append(drawing)
+        label = {} if sample is None or is_by_prompt else {"label": sample.caption}
+        looks.append(look(sample, pictures) | label if sample else None)
     first = next(sample for sample in row if sample)
     return {"caption": first.caption if is_by_prompt else f"step {first.step}", "looks": looks}
 
 
-def look(sample: SavedSample, pictures: Mapping[Path, Picture]) -> Drawing | None:
-    """Return what a strip shows of a sample, None where its picture could not be read."""
-    if sample.path not in pictures:
-        return None
+def look(sample: SavedSample, pictures: Mapping[Path, Picture]) -> Drawing:
+    """Return what a strip shows of a sample."""
     step = f"step {sample.step}"
     weights = f"weights of version {sample.policy_version}"
 
     return {
-        "picture": pictures[sample.path],
+        "picture": pictures.get(sample.path),
         "alt": f"{sample.caption}, {step}",
         "title": f"{step}, {weights}: {rewards_text(sample.rewards) or 'no rewards'}",
         "label": sample.step,

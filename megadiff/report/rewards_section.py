@@ -121,9 +121,7 @@ def _extremes(
     for name, pairs in chosen.items():
         looks = []
         for word, sample in pairs:
-            drawing = look(sample, pictures)
-            if drawing is not None:
-                drawing |= {"label": f"{sample.step} {word}", "reward": sample.rewards[name]}
-            looks.append(drawing)
-        if any(looks):
+            own = {"label": f"{sample.step} {word}", "reward": sample.rewards[name]}
+            looks.append(look(sample, pictures) | own)
+        if any(drawing["picture"] for drawing in looks):
             yield {"caption": f"Best and worst by {name}", "looks": looks}
