@@ -28,19 +28,19 @@ def stop_path(batch: Any) -> str | None:
     return paths[0] if len(paths) == 1 and isinstance(paths[0], str) else None
 
 
-def check_stop(path: str | None, *, size: int, first_rank: int, group: Any) -> None:
+def check_stop(path: str | None, group: dist.ProcessGroup) -> None:
     """Raise Stopped once the file is there, on every worker before the same forward pass.
 
-    The first of `size` workers looks, and tells the others: one that went on alone would wait for
-    ever in a collective. group: of the workers, on the CPU.
+    The first worker looks, and tells the others: one that went on alone would wait for ever in a
+    collective. group: of the workers, on the CPU.
     """
     if path is None:
         return
 
     _show_progress(path)
     is_stopped = torch.tensor([int(os.path.exists(path))])
-    if size > 1:
-        dist.broadcast(is_stopped, src=first_rank, group=group)
+    if dist.get_world_size(group) > 1:
+        dist.broadcast(is_stopped, group_src=0, group=group)
     if is_stopped.item():
         raise Stopped("the request was given up: its client left, or its time was over")
 

@@ -57,12 +57,12 @@ class Members:
     and leave when they say so.
     """
 
-    def __init__(self, ours: Sequence[str] = (), *, max_restarts: int, now_s: float = 0.0) -> None:
+    def __init__(self, ours: Sequence[str] = (), *, max_restarts: int) -> None:
         """max_restarts: of one replica in a row, without a finished step in between."""
         self.max_restarts = max_restarts
         self._misfits: set[tuple[str, str]] = set()  # refused while another of the name was ready
         self.members = {
-            name: FleetMember(name, is_ours=True, phase=Phase.STARTING, since_s=now_s)
+            name: FleetMember(name, is_ours=True, phase=Phase.STARTING, since_s=0.0)
             for name in ours
         }
 

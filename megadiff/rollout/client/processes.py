@@ -167,11 +167,6 @@ class ReplicaProcess(ServerProcess):
             gpus=gpus,
         )
 
-    def check_alive(self) -> None:
-        """Raise ReplicaDied, with the exit code and the end of its log, when it has ended."""
-        if death := self.death():
-            raise ReplicaDied(death)
-
 
 def environment_token() -> str | None:
     """Return MEGADIFF_TOKEN, None where it is empty or not set.

@@ -39,7 +39,7 @@ MAX_VISITS = 32  # addresses that are asked at the same time
 # far more than name, url and pid need
 ANNOUNCEMENT_BYTES = 2**16
 SHOWN = 8  # claims that an error names
-UNREAD = ("cannot be read", "the folder cannot be read")  # as reasons begin
+UNREAD = "cannot be read"  # as reasons begin
 
 
 class Address(NamedTuple):
@@ -100,7 +100,8 @@ def wait_until_announced(
         while True:
             healthy = waiting.look()
             for process in processes:
-                process.check_alive()
+                if death := process.death():
+                    raise ReplicaDied(death)
 
             elapsed = time.monotonic() - start_s
             if len(healthy) >= count and waiting.has_asked_all():
@@ -142,7 +143,7 @@ def read_claims(registry: Path) -> tuple[list[Claim], dict[Path, str]]:
     except FileNotFoundError:
         names = []  # the first replica makes the folder
     except OSError as error:
-        return [], {registry: f"{UNREAD[1]}: {error.strerror}"}
+        return [], {registry: f"{UNREAD}: {error.strerror}"}
 
     for name in names:
         path = registry / name
@@ -153,7 +154,7 @@ def read_claims(registry: Path) -> tuple[list[Claim], dict[Path, str]]:
                 reasons[path] = "a link to nothing"
             # else its replica has just ended
         except OSError as error:
-            reasons[path] = f"{UNREAD[0]}: {error.strerror}"
+            reasons[path] = f"{UNREAD}: {error.strerror}"
         except ValueError as error:
             reasons[path] = str(error)
 

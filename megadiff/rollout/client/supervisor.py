@@ -115,7 +115,8 @@ class Supervisor(AbstractContextManager["Supervisor"]):
                 if now_s - start_s > self.start_timeout_s or (self.processes and not coming):
                     if len(roster) >= max(1, self.min_replicas):
                         break  # without those that did not come in time
-                    raise ReplicaDied(f"{text}\n{self._tails()}")
+                    logs = "\n".join(log_end(process.log) for process in self.processes.values())
+                    raise ReplicaDied(f"{text}\n{logs}")
             if now_s - said_s > PROGRESS_S:
                 said_s = now_s
                 logger.warning("%s", text)
@@ -298,9 +299,6 @@ class Supervisor(AbstractContextManager["Supervisor"]):
             f"{waited_s:.0f} s, rollout.start_timeout_s={self.start_timeout_s:g}; "
             f"{states or 'none has announced itself'}{self.registry.left_out_text()}"
         )
-
-    def _tails(self) -> str:
-        return "\n".join(log_end(process.log) for process in self.processes.values())
 
     def _ending(self, name: str) -> str:
         """Return how a process of ours ended, or ends just now; '' where it lives on."""

@@ -5,34 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
-from megadiff.rollout.client.processes import ReplicaDied
 from megadiff.rollout.client.report import HUNG, Loss
 from megadiff.rollout.limits import GROUP_BROKE, LOCKED, OWNER_SILENT_S
 from megadiff.sync.bucket import BucketBody
 from megadiff.sync.transports.base import GroupBrokeError
 from megadiff.types import LoraSpec
 
+if TYPE_CHECKING:  # which makes these
+    from megadiff.rollout.client.fleet import Fleet
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 GIVE_UP_S = 10.0  # after an owner's silence is over
 SERVER_ERRORS = 500  # and above: the replica's fault, not the request's
-
-
-class Holders(Protocol):
-    """A fleet as its targets see it. holders: of weights, those that have taken a whole push."""
-
-    holders: set[ReplicaClient]
-
-    def call(self, client: ReplicaClient, call: Callable[[ReplicaClient], T]) -> T: ...
-
-    def is_alive(self, client: ReplicaClient, error: ReplicaError) -> bool: ...
-
-    def death(self, client: ReplicaClient, error: ReplicaError, what: str) -> ReplicaDied: ...
-
-    def lose(self, client: ReplicaClient, loss: Loss) -> None: ...
 
 
 class WeightTarget:
@@ -41,7 +29,7 @@ class WeightTarget:
     A replica that dies in the middle of a push is reported as any other.
     """
 
-    def __init__(self, client: ReplicaClient, fleet: Holders) -> None:
+    def __init__(self, client: ReplicaClient, fleet: Fleet) -> None:
         self.name = client.name
         self.url = client.url
         self._client = client

@@ -303,25 +303,18 @@ class Replica:
             await self._drained()
             await call_worker(self.engine, "free_weights")
 
-    async def trim(self, *, run: str | None = None) -> None:
-        """Give memory back that no sample or weight needs at the moment."""
+    async def call_workers(self, method: str, *arguments: str, run: str | None) -> None:
+        """Call a method that touches no weights, whatever the replica does. Raises Refused."""
         self.owner.check(run)
         with self.owner.calling(run):
-            await call_worker(self.engine, "trim")
+            await call_worker(self.engine, method, *arguments)
 
-    async def begin_trace(self, *, run: str | None = None) -> None:
-        """Let the workers trace what they do, until end_trace()."""
-        self.owner.check(run)
-        with self.owner.calling(run):
-            await call_worker(self.engine, "begin_trace")
-
-    async def end_trace(self, *, run: str | None = None) -> bytes:
-        """Return the first worker's trace, a Chrome trace in gzip."""
-        self.owner.check(run)
+    async def end_trace(self, *, run: str | None) -> bytes:
+        """Return the first worker's trace, a Chrome trace in gzip. Raises Refused."""
+        self.owner.check(run)  # before the file of the owner's trace is removed
         path = self.private_folder / "trace.json.gz"
         try:
-            with self.owner.calling(run):
-                await call_worker(self.engine, "end_trace", str(path))
+            await self.call_workers("end_trace", str(path), run=run)
             return await asyncio.to_thread(path.read_bytes)
         finally:
             path.unlink(missing_ok=True)

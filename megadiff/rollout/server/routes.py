@@ -11,6 +11,8 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from megadiff.process.versions import sampling_code
 from megadiff.rollout.limits import OUTSTANDING_HEADER, RUN_CHARS, RUN_HEADER
@@ -19,7 +21,7 @@ from megadiff.rollout.server.body import read_json
 from megadiff.rollout.server.guard import Guard, refusal
 from megadiff.rollout.server.policy import Refused
 from megadiff.rollout.server.replica import Replica
-from megadiff.rollout.server.scrape import CONTENT_TYPE, METRICS_PATH, Scrape
+from megadiff.rollout.server.scrape import replica_registry
 from megadiff.rollout.wire import requests_from_json
 from megadiff.tensors.lora_names import lora_from_json
 
@@ -96,12 +98,12 @@ def _add_rollout(app: FastAPI, replica: Replica) -> None:
 
     @_route(app, "POST", "/rl/trim")
     async def trim(request: Request) -> Any:
-        await replica.trim(run=_run(request))
+        await replica.call_workers("trim", run=_run(request))
         return {"state": replica.policy.state}
 
     @_route(app, "POST", "/rl/trace/begin")
     async def trace_begin(request: Request) -> Any:
-        await replica.begin_trace(run=_run(request))
+        await replica.call_workers("begin_trace", run=_run(request))
         return {}
 
     @_route(app, "POST", "/rl/trace/end")
@@ -174,12 +176,13 @@ def _add_hello(app: FastAPI, *, token: str | None, url: str) -> None:
 
 
 def _add_scrape(app: FastAPI, replica: Replica) -> None:
-    scrape = Scrape(replica)
+    registry = replica_registry(replica)
 
-    @_route(app, "GET", METRICS_PATH)
+    @_route(app, "GET", "/metrics")
     async def metrics(_: Request) -> Any:
         # In a thread: walking through /proc would hold up every other answer.
-        return Response(await asyncio.to_thread(scrape.text), media_type=CONTENT_TYPE)
+        text = await asyncio.to_thread(generate_latest, registry)
+        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 async def _answer(handler: Callable[..., Awaitable[Any]], *arguments: Request) -> Response:

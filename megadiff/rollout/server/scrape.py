@@ -7,20 +7,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     InfoMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from megadiff.rollout.server.replica import Replica
 
-METRICS_PATH = "/metrics"
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 STATES = ("ready", "updating", "asleep")  # of rollout.server.policy
 
 
@@ -86,17 +83,12 @@ class ReplicaCollector(Collector):
             yield _gauge("gpu_reserved_bytes", "What its allocator keeps there.", reserved)
 
 
-class Scrape:
-    """Hold the registry of one replica: vLLM's own metrics are in the library's default one."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(ReplicaCollector(replica))
-        ProcessCollector(registry=self._registry)  # of the server: CPU, memory, descriptors
-
-    def text(self) -> bytes:
-        """Return the answer's body. It reads /proc of all processes, which takes milliseconds."""
-        return generate_latest(self._registry)
+def replica_registry(replica: Replica) -> CollectorRegistry:
+    """Return the registry of one replica: vLLM's own metrics are in the library's default one."""
+    registry = CollectorRegistry()
+    registry.register(ReplicaCollector(replica))
+    ProcessCollector(registry=registry)  # of the server: CPU, memory, descriptors
+    return registry
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -23,11 +23,10 @@ from vllm.distributed import get_tp_group
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 from vllm_omni.platforms import current_omni_platform
 
-from megadiff.models.adapter import ModelAdapter
 from megadiff.models.pipeline_stop import check_stop
 from megadiff.models.served_names import ServedPlaces, served_places, served_view
 from megadiff.parallel.collectives import gather_json
-from megadiff.parallel.plan import FROZEN, is_lora, module_of
+from megadiff.parallel.plan import FROZEN, ParallelPlan, is_lora, module_of
 from megadiff.process.garbage import FirstRounds, freeze_startup_objects
 from megadiff.process.gloo import share_devices
 from megadiff.process.identity import device_name, host_name
@@ -40,7 +39,6 @@ from megadiff.rollout.worker.compiled import tune_blocks
 from megadiff.rollout.worker.fp8 import Fp8Linears
 from megadiff.rollout.worker.freed_weights import FreedWeights, ParkedWeights
 from megadiff.rollout.worker.lora import WRAPPED, PolicyLora
-from megadiff.rollout.worker.mapped_base import map_parameters
 from megadiff.rollout.worker.trace import WorkerTrace
 from megadiff.rollout.worker.weight_feed import Pairs, WeightFeed
 from megadiff.sync.shared_base import MAPPED, MappedMemory
@@ -63,6 +61,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     _fp8 = Fp8Linears({})  # of no layer, unless the replica was told to compute in FP8
     _has_new_weights = False  # base weights that have no FP8 copies yet
     _compiling = FirstRounds(0)
+    _trace = WorkerTrace()
 
     def init_device(self) -> None:
         """Meet the other workers at a file: vllm-omni's TCP store listens on all addresses."""
@@ -91,10 +90,9 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if parent is not None and parent.pid is not None:
             exit_with(parent.pid)
             # vllm-omni calls all of them DiffusionWorker
-            name = custom_pipeline_args.get("name", "")
-            run = custom_pipeline_args.get("run", "")
-            set_title(process_title(name, run, f"worker {self.rank}"))
-            if stacks := custom_pipeline_args.get("stacks"):
+            name = custom_pipeline_args["name"]
+            set_title(process_title(name, custom_pipeline_args["run"], f"worker {self.rank}"))
+            if stacks := custom_pipeline_args["stacks"]:
                 announce(Path(stacks), f"{name}_worker_{self.rank}")
 
         super().re_init_pipeline(custom_pipeline_args)
@@ -102,7 +100,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
         if custom_pipeline_args.get("float32_streams"):
             for component in self._components:
-                self._adapter.keep_streams_in_float32(
+                self._pipeline.adapter.keep_streams_in_float32(
                     self._pipeline.get_submodule(component), self._pipeline.od_config.dtype
                 )
 
@@ -114,9 +112,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
                 tune_blocks(network, num_rows=lambda: self._pipeline.num_rows)
 
         if custom_pipeline_args.get("fp8"):
-            self._fp8 = Fp8Linears(
-                self._fp8_layers(), in_place=custom_pipeline_args["fp8_in_place"]
-            )
+            in_place = custom_pipeline_args["fp8_in_place"]
+            self._fp8 = Fp8Linears(self._fp8_layers(), in_place=in_place)
             self.trim()
 
         folder = custom_pipeline_args.get("private_folder")
@@ -141,10 +138,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         # Shapes alone: FP8 copies may have taken the weights' memory already.
         views = self._views(meta=True)
         rows = folder_manifest(
-            Path(pipeline.od_config.model),
-            self._components,
-            dtype="float32",
-            plan=pipeline.adapter.plan,
+            Path(pipeline.od_config.model), self._components, dtype="float32", plan=self._plan
         )
         difference = views.keys() ^ rows.keys()
         if difference:
@@ -191,10 +185,10 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         """Copy a bucket's tensors into the pipeline, by vllm-omni's own loader; set LoRA aside.
 
         Tensors are read one by one and never aliased: the memory is the sender's again afterwards.
-        But those of a shared base are mapped: parameters become views of the trainer's memory.
+        But those of a shared base are mapped.
         """
         if source["transport"] == MAPPED:
-            map_parameters(self._pipeline, self._mapped, source, self._places, self._parameters())
+            self._map_base(source)
             return
         with self._receiver.tensors(source) as pairs:
             self._load(pairs)
@@ -271,6 +265,21 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
         return self._gathered({"fingerprints": fingerprints(used), "bound_modules": bound_modules})
 
+    def _map_base(self, source: JsonObject) -> None:
+        """Make the parameters of a bucket's weights views of the trainer's memory.
+
+        Raises ValueError in a replica with weights of its own, or for weights that do not fit.
+        """
+        if not self._pipeline.maps_base:
+            raise ValueError(
+                "this replica holds weights of its own; start it with --shared-base, or set "
+                "lora.shared_base=never"
+            )
+        parameters = self._parameters()
+        for name, view in self._mapped.views(source, self._places, parameters):
+            parameters[name].data = view
+        self._pipeline.is_empty = False  # how it came to be: models/empty_weights.py
+
     def _load(self, pairs: Pairs) -> None:
         """Load a bucket. One call of the loader takes all buckets: it ends before LoRA wraps."""
         base = self._base_tensors(pairs)
@@ -301,15 +310,10 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def _stop_when_told(self) -> None:
         """Look before each forward pass of the policy whether its request was given up."""
         pipeline = self._pipeline
-        group = get_tp_group()
+        group = get_tp_group().cpu_group
 
         def check(*_: object) -> None:
-            check_stop(
-                pipeline.stop_path,
-                size=group.world_size,
-                first_rank=group.first_rank,
-                group=group.cpu_group,
-            )
+            check_stop(pipeline.stop_path, group)
 
         for component in self._components:
             pipeline.get_submodule(component).register_forward_pre_hook(check)
@@ -320,7 +324,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         for component in self._components:
             prefix = f"{component}."
             names = [name for name in self._places if name.startswith(prefix)]
-            targets = self._adapter.plan.fp8_weights(name.removeprefix(prefix) for name in names)
+            targets = self._plan.fp8_weights(name.removeprefix(prefix) for name in names)
             served = {module_of(self._places[prefix + name].parameter) for name in targets}
             layers |= {name: self._pipeline.get_submodule(name) for name in sorted(served)}
         return layers
@@ -368,8 +372,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         return self._pipeline.policy_components
 
     @property
-    def _adapter(self) -> ModelAdapter:
-        return self._pipeline.adapter
+    def _plan(self) -> ParallelPlan:
+        return self._pipeline.adapter.plan
 
     @cached_property
     def _places(self) -> ServedPlaces:
@@ -379,17 +383,13 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         for component in self._components:
             start = f"{component}."
             names = [name.removeprefix(start) for name in places if name.startswith(start)]
-            for name, sent_name in self._adapter.plan.sent_names(component, names).items():
+            for name, sent_name in self._plan.sent_names(component, names).items():
                 sent[sent_name] = places[start + name]
         return sent
 
     @cached_property
     def _receiver(self) -> Receiver:
         return Receiver(self._pipeline.device, worker=get_tp_group().rank_in_group)
-
-    @cached_property
-    def _trace(self) -> WorkerTrace:
-        return WorkerTrace()
 
     @cached_property
     def _mapped(self) -> MappedMemory:
