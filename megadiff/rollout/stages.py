@@ -112,20 +112,18 @@ def _check_stage(
         )
 
 
-def thinking(file: str | Path) -> dict[str, int | float]:
+@cache  # every step asks; and a run stays with what it began with
+def thinking(file: str | Path) -> Mapping[str, int | float]:
     """Return think_tokens and think_temperature of Sampling, as the file's stage says.
 
     Both are 0 without a file, or where it does not let the model think.
     Raises ValueError for a setting that is none. The rest is for check_stages(), which knows the
     model and so says first whether it has such stages at all.
     """
-    return dict(_thinking(Path(file))) if str(file) else {}
-
-
-@cache  # every step asks; and a run stays with what it began with
-def _thinking(file: Path) -> Mapping[str, int | float]:
+    if not str(file):
+        return {}
     where = f"{KEY}={file}, stage 0: default_sampling_params.extra_args"
-    stages: list[JsonObject] = read_stages(file)["stages"]
+    stages: list[JsonObject] = read_stages(Path(file))["stages"]
     extra: object = stages[0] if stages else {}
     for key in ("default_sampling_params", "extra_args"):
         extra = extra.get(key) if isinstance(extra, dict) else None

@@ -24,14 +24,10 @@ from megadiff.types import JsonObject, Prompt, RolloutGroup, RolloutRequest, Sam
 Record = TypeVar("Record")
 HEADER_KEY = "megadiff"  # the one entry of the safetensors metadata
 COLUMNS = ("latents_GSLC", "log_probs_GW", "pixels_GFHWC")  # of a group, a row for each sample
-PLAIN_FIELDS = (  # of a group, which travel in the header
-    "prompt",
-    "sampling",
-    "sample_indices",
-    "window_start",
-    "policy_version",
-    "replica",
-    "thought",
+PLAIN_FIELDS = tuple(  # of a group, which travel in the header
+    field.name
+    for field in dataclasses.fields(RolloutGroup)
+    if field.name not in (*COLUMNS, "schedule", "conditioning")
 )
 
 
@@ -189,9 +185,7 @@ def _field(value: object, wanted: str, where: str) -> object:
     if wanted in _RECORDS:
         return read_record(_RECORDS[wanted], value, wanted.lower())
     if wanted == "tuple[int, int]":
-        return _integers(value, where, length=2)
-    if wanted == "tuple[int, ...]":
-        return _integers(value, where)
+        return _pair(value, where)
     if wanted in _TUPLES:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where}={value!r:.100} is a {type(value).__name__}, not a list")
@@ -205,20 +199,17 @@ def _field(value: object, wanted: str, where: str) -> object:
     return value
 
 
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{where} has {value!r:.40}, a {type(value).__name__}; it must be str")
+def _item(value: object, where: str, *, kind: type) -> object:
+    if type(value) is not kind:
+        raise ValueError(
+            f"{where} has {value!r:.40}, a {type(value).__name__}; it must be {kind.__name__}"
+        )
     return value
 
 
-def _integers(value: object, where: str, *, length: int | None = None) -> tuple[int, ...]:
-    if (
-        not isinstance(value, list | tuple)
-        or any(type(item) is not int for item in value)
-        or length not in (None, len(value))
-    ):
-        count = "" if length is None else f"{length} "
-        raise ValueError(f"{where}={value!r} must be a list of {count}integers")
+def _pair(value: object, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or [type(item) for item in value] != [int, int]:
+        raise ValueError(f"{where}={value!r} must be a list of 2 integers")
     return tuple(value)
 
 
@@ -231,6 +222,7 @@ def _bytes(value: object, where: str) -> bytes:
 
 _TUPLES: dict[str, Callable[[object, str], object]] = {  # of any length → how an item is read
     "tuple[bytes, ...]": _bytes,
-    "tuple[str, ...]": _text,
-    "tuple[ImageSize, ...]": partial(_integers, length=2),
+    "tuple[int, ...]": partial(_item, kind=int),
+    "tuple[str, ...]": partial(_item, kind=str),
+    "tuple[ImageSize, ...]": _pair,
 }

@@ -315,8 +315,8 @@ class Fleet(AbstractContextManager["Fleet"]):
         client = self.replicas[replica]
         for batch in self._batches(requests, range(len(requests)), whole=True):
             called = [requests[index] for index in batch]
-            drawn = self.call(client, methodcaller("generate_batch", called))
-            groups |= zip(batch, drawn, strict=True)
+            drawn = self.call(client, methodcaller("draw", called))
+            groups |= zip(batch, drawn.groups, strict=True)
         return [groups[index] for index in range(len(requests))]
 
     def _batches(
