@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,3 +66,15 @@ def serving(
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def replica_routes(name: str, *, token: str | None = None) -> Iterator[str]:
+    """Serve a replica that holds no weights; yields the url that it signs."""
+    with tempfile.TemporaryDirectory() as folder:
+        with serving({}, Path(folder), name=name, token=token) as url:
+            yield url
+
+
+def announce(folder: Path, name: str, url: str, *, file: str = "") -> None:
+    (folder / (file or f"{name}.json")).write_text(json.dumps({"name": name, "url": url, "pid": 1}))

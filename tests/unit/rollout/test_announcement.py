@@ -21,11 +21,8 @@ from megadiff.rollout.client.registry import RegistryWatch, wait_until_announced
 from megadiff.rollout.server.announcement import AnnouncedServer, announced
 from megadiff.rollout.spec import ReplicaSpec
 from tests.unit.process.strangers import Stranger, drip, flood, reply
-from tests.unit.rollout.addresses import replica_routes
-
-
-def announce(folder, name, url, *, file=None):
-    (folder / (file or f"{name}.json")).write_text(json.dumps({"name": name, "url": url, "pid": 1}))
+from tests.unit.rollout.served import announce, replica_routes
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -118,9 +115,7 @@ def test_it_is_gone_before_a_connection_is_closed(tmp_path):
         with socket.create_connection(address, timeout=10) as idle:
             idle.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
             assert idle.recv(1000).startswith(b"HTTP/1.1 200")
-            deadline = time.monotonic() + 10
-            while not (tmp_path / "a.json").exists():
-                assert time.monotonic() < deadline
+            wait_for((tmp_path / "a.json").exists)
             server.should_exit = True
             while idle.recv(1000):
                 pass  # the rest of the answer

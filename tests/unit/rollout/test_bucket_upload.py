@@ -4,8 +4,6 @@ that nobody asked for.
 
 import asyncio
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,6 +18,7 @@ from megadiff.sync.transports import shared_memory
 from megadiff.sync.transports.group import BROKE
 from megadiff.sync.transports.receive import Receiver
 from tests.unit.rollout.served import serving
+from tests.waiting import wait_for
 
 LIMIT = 12 << 20
 BUCKET = [
@@ -27,6 +26,7 @@ BUCKET = [
     ("transformer.b", torch.randn(1001, 3).t()),
 ]  # over 8 MiB
 LONG = [("transformer.c", torch.zeros(LIMIT // 4))]
+MANIFEST = bucket_manifest([*BUCKET, *LONG])
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def served(memory, monkeypatch):
 
     monkeypatch.setattr(replica_module, "call_worker", call)
     limits = Limits(bucket_bytes=LIMIT)
-    with serving(bucket_manifest([*BUCKET, *LONG]), memory, limits=limits) as url:
+    with serving(MANIFEST, memory, limits=limits) as url:
         client = ReplicaClient(url, "r", timeout_s=60)
         yield client, held
         client.close()
@@ -59,7 +59,7 @@ def test_a_bucket_arrives_as_it_was_sent_and_no_other(served, memory):
     with pytest.raises(ReplicaError, match="no weight push is open") as error:
         client.weights_bucket(body)
     assert error.value.status == 409
-    client.weights_begin(1, bucket_manifest([*BUCKET, *LONG]))
+    client.weights_begin(1, MANIFEST)
     with pytest.raises(
         ReplicaError, match=f"the bucket exceeds {LIMIT} bytes; send smaller buckets"
     ) as error:
@@ -92,13 +92,12 @@ def test_who_waited_in_vain_for_others_says_so(served, monkeypatch, text, status
     async def call(engine, method, *arguments):
         raise RuntimeError(f"worker call {method} failed: {text}")
 
-    manifest = bucket_manifest([*BUCKET, *LONG])
     with monkeypatch.context() as context:
         context.setattr(replica_module, "call_worker", call)
         with pytest.raises(ReplicaError) as error:
-            client.weights_begin(1, manifest)
+            client.weights_begin(1, MANIFEST)
         assert error.value.status == status
-    client.weights_begin(2, manifest)
+    client.weights_begin(2, MANIFEST)
     monkeypatch.setattr(replica_module, "call_worker", call)
     with pytest.raises(ReplicaError) as error:
         client.weights_bucket(encode_bucket(BUCKET))
@@ -107,7 +106,7 @@ def test_who_waited_in_vain_for_others_says_so(served, monkeypatch, text, status
 
 def test_a_worker_that_hangs_in_a_push_makes_no_progress(served, monkeypatch):
     client, _ = served
-    client.weights_begin(1, bucket_manifest([*BUCKET, *LONG]))
+    client.weights_begin(1, MANIFEST)
     source = {"transport": "shm", "path": "x", "tensors": {}}
     monkeypatch.setattr(replica_module, "resolve", lambda *_, **__: ({}, source))
     silent_s: list[float] = []
@@ -131,15 +130,8 @@ def _send_half(client: ReplicaClient, body: bytes) -> None:
     with socket.create_connection((place.hostname, place.port)) as connection:
         head = f"POST /rl/weights/bucket HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body[: len(body) // 2])
-        _wait_for(lambda: any(shared_memory.FOLDER.iterdir()))
-    _wait_for(lambda: not any(shared_memory.FOLDER.iterdir()))
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+        wait_for(lambda: any(shared_memory.FOLDER.iterdir()))
+    wait_for(lambda: not any(shared_memory.FOLDER.iterdir()))
 
 
 def test_a_client_hands_a_body_to_the_socket_in_small_pieces(served, monkeypatch):
@@ -155,6 +147,6 @@ def test_a_client_hands_a_body_to_the_socket_in_small_pieces(served, monkeypatch
         lambda self, data, timeout=None: (pieces.append(len(data)), write(self, data, timeout)),
     )
     client, held = served
-    client.weights_begin(1, bucket_manifest([*BUCKET, *LONG]))
+    client.weights_begin(1, MANIFEST)
     client.weights_bucket(encode_bucket(BUCKET))
     assert max(pieces) <= CHUNK_BYTES and len(held) == 2

@@ -2,11 +2,8 @@
 
 import json
 import logging
-import tempfile
 import threading
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from httpcore import ConnectionPool
@@ -14,14 +11,13 @@ from httpcore import ConnectionPool
 from megadiff.rollout.client import weight_target
 from megadiff.rollout.client.client import NotProven, ReplicaClient, ReplicaError
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.rollout.client.members import Members
 from megadiff.rollout.client.processes import ReplicaDied
-from megadiff.rollout.client.registry import RegistryWatch, wait_until_announced
-from megadiff.rollout.client.supervisor import Supervisor
+from megadiff.rollout.client.registry import wait_until_announced
 from megadiff.rollout.limits import RUN_HEADER
 from megadiff.rollout.proof import REPLICA, TRAINER, new_nonce, sign
 from tests.unit.process.strangers import Stranger, drip, reply
-from tests.unit.rollout.addresses import replica_routes
+from tests.unit.rollout.served import announce, replica_routes
+from tests.unit.rollout.test_supervisor import supervised
 
 TOKEN = "s3cret-" + "0" * 25
 NO_PROOF = {"nonce": "0" * 32, "proof": "0" * 64}
@@ -39,10 +35,6 @@ def pretend(handler, body):
     if handler.path == "/rl/hello":
         return reply(handler, json.dumps(NO_PROOF).encode())
     return reply(handler, b'{"workers": []}')
-
-
-def announce(folder, url):
-    (folder / "a.json").write_text(json.dumps({"name": "a", "url": url}))
 
 
 def assert_knows_nothing(stranger):
@@ -65,7 +57,7 @@ def test_a_stranger_gets_neither_token_nor_weights(tmp_path, caplog):
         with pytest.raises(NotProven, match=f"at {stranger.url} did not prove that it knows the "):
             client.weights_begin(1, {"transformer.a": {"dtype": "float32", "shape": [1]}})
         client.close()
-        announce(tmp_path, stranger.url)
+        announce(tmp_path, "a", stranger.url)
         with caplog.at_level(logging.WARNING), pytest.raises(ReplicaDied, match="0 of .*did not "):
             wait_until_announced(tmp_path, count=1, timeout_s=0.5, token=TOKEN)
         assert_knows_nothing(stranger)
@@ -154,7 +146,7 @@ def _hello(url, value):
 )
 def test_both_have_the_same_token_or_none(tmp_path, caplog, ours, theirs, text):
     with replica_routes("a", token=theirs) as url:
-        announce(tmp_path, url)
+        announce(tmp_path, "a", url)
         arguments = {"count": 1, "timeout_s": 0.5, "token": ours}
         if not text:
             (entry,) = wait_until_announced(tmp_path, **arguments)
@@ -187,29 +179,8 @@ def test_an_address_that_broke_proves_itself_again():
         assert not any("Authorization" in headers for _, headers, _ in stranger.asked)
 
 
-@contextmanager
-def supervised(*clients, run="", token=None):
-    """A supervisor of replicas that others started, which frees them at its end."""
-    members = Members(max_restarts=0)
-    with tempfile.TemporaryDirectory() as folder:
-        for client in clients:
-            members.join(client.name, client.url, time.monotonic())
-            entry = {"name": client.name, "url": client.url, "pid": 1}
-            Path(folder, f"{client.name}.json").write_text(json.dumps(entry))
-        with Supervisor(
-            registry=RegistryWatch(Path(folder), token=token, run=run),
-            members=members,
-            make_client=lambda name, url: ReplicaClient(url, name, token=token, run=run),
-            heartbeat_s=60.0,
-            start_timeout_s=60.0,
-            min_replicas=1,
-            releases=True,
-        ):
-            yield
-
-
 @pytest.mark.parametrize("token", [None, TOKEN])
-def test_every_request_of_a_run_names_it(token):
+def test_every_request_of_a_run_names_it(tmp_path, token):
     def prove(handler, body):
         nonce = json.loads(body or b"{}").get("nonce", "")
         proof = sign(TOKEN, role=REPLICA, nonce=nonce, url=stranger.url)
@@ -217,13 +188,14 @@ def test_every_request_of_a_run_names_it(token):
         reply(handler, json.dumps(answer).encode())
 
     with Stranger(prove) as stranger:
+        announce(tmp_path, "a", stranger.url)
         for run in ("mine-0123abcd", ""):
             stranger.asked.clear()
             client = client_of(stranger.url, token=token, run=run)
             client.health()
             client.weights_places()
             client.weights_begin(1, {})
-            with supervised(client, run=run, token=token):
+            with supervised(tmp_path, client, token=token, run=run, releases=True):
                 pass
             named = [
                 {name.lower(): value for name, value in headers.items()}.get(RUN_HEADER, "")
@@ -242,16 +214,18 @@ def test_a_fleet_that_does_not_release_says_nothing():
         assert not stranger.asked
 
 
-def test_a_release_that_hangs_holds_nobody():
+def test_a_release_that_hangs_holds_nobody(tmp_path):
     with Stranger(drip) as stranger, replica_routes("b") as url:
         clients = [ReplicaClient(stranger.url, "a"), ReplicaClient(url, "b")]
+        for client in clients:
+            announce(tmp_path, client.name, client.url)
         began = time.monotonic()
-        with supervised(*clients):
+        with supervised(tmp_path, *clients, releases=True):
             pass  # b has no such route, or does: both are well
         assert time.monotonic() - began < 5
 
 
-def test_a_run_says_that_it_lives_while_it_sends_nothing():
+def test_a_run_says_that_it_lives_while_it_sends_nothing(tmp_path):
     """An update may take longer than the silence after which a replica is free."""
     heard = threading.Event()
 
@@ -262,7 +236,8 @@ def test_a_run_says_that_it_lives_while_it_sends_nothing():
 
     with Stranger(answer) as stranger:
         client = ReplicaClient(stranger.url, "r", run="mine")
-        with supervised(client, run="mine"):
+        announce(tmp_path, "r", client.url)
+        with supervised(tmp_path, client, releases=True):
             assert heard.wait(10)
         count = len(stranger.asked)
         time.sleep(0.2)

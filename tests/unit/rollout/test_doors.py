@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,6 +27,7 @@ from megadiff.rollout.server.replica import Replica
 from megadiff.sync.bucket import bucket_manifest, encode_bucket
 from megadiff.sync.transports import shared_memory
 from tests.unit.rollout.served import serving
+from tests.waiting import wait_for
 
 BUCKET = [("transformer.a", torch.randn(3000))]
 BEGIN = {"version": 7, "manifest": bucket_manifest(BUCKET), "lora": None}
@@ -96,14 +97,6 @@ def open_request(url: str, data: bytes) -> socket.socket:
 def half_bucket(url: str, run: str) -> socket.socket:
     head = f"POST /rl/weights/bucket HTTP/1.1\r\nHost: x\r\nX-Megadiff-Run: {run}\r\n"
     return open_request(url, head.encode() + b"Content-Length: 99999\r\n\r\n" + bytes(1000))
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> float:
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() < start + timeout_s
-        time.sleep(0.005)
-    return time.monotonic() - start
 
 
 def test_two_runs_see_each_other_by_name(url: str) -> None:

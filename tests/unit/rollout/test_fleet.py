@@ -4,16 +4,13 @@ index.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
 from megadiff.rollout.client.call_queue import calls
-from megadiff.rollout.client.client import Drawn
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.types import Prompt, RolloutRequest, Sampling
-
-SAMPLING = Sampling(height=64, width=64, num_inference_steps=6)
+from tests.unit.rollout.fakes import SAMPLING, FakeReplica, make_request
 
 
 def lengths(sizes: list[int], **arguments: int) -> list[int]:
@@ -63,89 +60,52 @@ def test_a_call_holds_images_of_one_shape_and_as_many_as_its_body_takes() -> Non
     for place in range(12):
         sampling = replace(SAMPLING, images=shapes[place % 3])
         requests.append(replace(make_request(place, 2), sampling=sampling))
-    replica = EchoReplica("a")
+    replica = FakeReplica("a")
     with Fleet([replica], batch_size=64) as fleet:
         arrived = dict(fleet.generate(requests))
         assert [arrived[index] for index in range(12)] == requests
         again = fleet.generate_on(0, requests)
     assert again == requests
-    asked = [(len(call), {request.sampling for request in call}) for call in replica.asked]
+    asked = [(len(call), {request.sampling for request in call}) for call in replica.drawn]
     assert all(len(samplings) == 1 for _, samplings in asked)
     assert sorted(count for count, _ in asked) == sorted(2 * [4, 4, 2, 2])
 
 
-@dataclass(eq=False)
-class EchoReplica:
-    """Answers each request with itself, and keeps what it was asked."""
-
-    name: str
-    waits_s: float = 0.0  # of each call, behind those of other ranks
-    asked: list[list[RolloutRequest]] = field(default_factory=list)
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.name}"
-
-    def draw(self, requests: list[RolloutRequest]) -> Drawn:
-        return Drawn(
-            groups=self.generate_batch(requests),
-            engine_s=1.0 + self.waits_s,
-            queue_s=self.waits_s,
-            outstanding=0,
-        )
-
-    def generate_batch(self, requests: list[RolloutRequest]) -> list[RolloutRequest]:
-        self.asked.append(requests)
-        return requests
-
-    def say_alive(self) -> dict:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
-def make_request(place: int, num_samples: int, *, text: str = "a cat") -> RolloutRequest:
-    prompt = Prompt(text=text, id=f"{place:016x}")
-    return RolloutRequest(
-        prompt=prompt, sampling=SAMPLING, sample_indices=tuple(range(num_samples)), seed=0, step=0
-    )
-
-
 def test_groups_come_under_their_index() -> None:
     requests = [make_request(place, 2 + place % 2) for place in range(10)]
-    replicas = [EchoReplica("a"), EchoReplica("b")]
+    replicas = [FakeReplica("a"), FakeReplica("b")]
     with Fleet(replicas, batch_size=9) as fleet:
         arrived = list(fleet.generate(requests))
     assert sorted(index for index, _ in arrived) == list(range(10))
     assert all(group is requests[index] for index, group in arrived)
-    asked = sorted((call[0].prompt.id, len(call)) for replica in replicas for call in replica.asked)
+    asked = sorted((call[0].prompt.id, len(call)) for replica in replicas for call in replica.drawn)
     assert [count for _, count in asked] == [3, 3, 3, 1]
 
 
 def test_a_replica_that_others_use_is_not_slow() -> None:
     requests = [make_request(place, 2) for place in range(4)]
-    replicas = [EchoReplica("a"), EchoReplica("b", waits_s=8.0)]
+    replicas = [FakeReplica("a"), FakeReplica("b")]
+    replicas[1].waits_s = 8.0
     with Fleet(replicas, batch_size=2) as fleet:
         list(fleet.generate(requests))
         for replica in replicas:
-            replica.asked.clear()
+            replica.drawn.clear()
         list(fleet.generate(requests))
-    assert [len(replica.asked) for replica in replicas] == [2, 2]
+    assert [len(replica.drawn) for replica in replicas] == [2, 2]
 
 
 def test_prompts_of_similar_length_go_together_whatever_their_order() -> None:
     lengths_of_text = [9, 1, 30, 8, 2, 31, 3, 32, 7]
     for shift in range(3):
         texts = ["x" * length for length in lengths_of_text[shift:] + lengths_of_text[:shift]]
-        replica = EchoReplica("a")
+        replica = FakeReplica("a")
         with Fleet([replica], batch_size=6) as fleet:
             list(
                 fleet.generate(
                     [make_request(place, 2, text=text) for place, text in enumerate(texts)]
                 )
             )
-        asked = sorted([len(request.prompt.text) for request in call] for call in replica.asked)
+        asked = sorted([len(request.prompt.text) for request in call] for call in replica.drawn)
         assert asked == [[1, 2, 3], [7, 8, 9], [30, 31, 32]]
 
 
@@ -156,9 +116,9 @@ def test_ranks_that_share_replicas_begin_with_their_own() -> None:
     requests = [make_request(place, 2) for place in range(6)]
     used = []
     for rank in range(4):
-        replicas = [EchoReplica(str(index)) for index in range(4)]
+        replicas = [FakeReplica(str(index)) for index in range(4)]
         with Fleet(replicas, batch_size=512, rank=rank, num_ranks=4) as fleet:
             list(fleet.generate(requests))
-        used.append([replica.name for replica in replicas if replica.asked])
-        assert sum(len(replica.asked) for replica in replicas) == 1
+        used.append([replica.name for replica in replicas if replica.drawn])
+        assert sum(len(replica.drawn) for replica in replicas) == 1
     assert used == [["0"], ["1"], ["2"], ["3"]]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from megadiff.process.bounded_http import TIMED_OUT
 from megadiff.rollout.client import fleet as fleet_module
-from megadiff.rollout.client.client import Drawn, ReplicaClient, ReplicaError
+from megadiff.rollout.client.client import ReplicaClient, ReplicaError
 from megadiff.rollout.client.fleet import CallFailed, Fleet
 from megadiff.rollout.client.processes import ReplicaDied
 from megadiff.rollout.client.pulse import Pulse
@@ -20,45 +19,7 @@ from megadiff.rollout.limits import GROUP_BROKE
 from megadiff.sync.transports.base import GroupBrokeError
 from megadiff.types import RolloutRequest
 from tests.unit.process.strangers import Stranger, reply
-from tests.unit.rollout.test_fleet import make_request
-
-Answer = Callable[["FakeReplica", list[RolloutRequest]], object]
-
-
-class FakeReplica:
-    """A client whose calls end as `answer` says.
-
-    is_silent: nothing is answered until the connections are closed, as by a stopped process.
-    """
-
-    def __init__(self, name: str, answer: Answer = lambda replica, requests: None) -> None:
-        self.name = name
-        self.url = f"http://{name}"
-        self.answer = answer
-        self.is_silent = False
-        self.drawn: list[str] = []
-        self.closed = threading.Event()
-
-    def draw(self, requests: list[RolloutRequest]) -> Drawn:
-        self.wait_for_life()
-        self.answer(self, requests)
-        self.drawn += [request.prompt.id for request in requests]
-        return Drawn(groups=list(requests), engine_s=1.0, outstanding=0)
-
-    def health(self) -> dict[str, Any]:
-        self.wait_for_life()
-        return {"name": self.name}
-
-    say_alive = health
-    trim = health
-
-    def wait_for_life(self) -> None:
-        if self.is_silent:
-            self.closed.wait(30)
-            raise ReplicaError(self.name, None, "the connection was closed")
-
-    def close(self) -> None:
-        self.closed.set()
+from tests.unit.rollout.fakes import Answer, FakeReplica, make_request
 
 
 def fail(status: int | None, text: str) -> Answer:
@@ -102,7 +63,8 @@ def test_a_failed_call_is_made_again_with_the_same_requests(caplog, status, text
         arrived = dict(fleet.generate(REQUESTS))
         assert set(fleet.lost) == ({"http://a"} if is_lost else set())
     assert [arrived[index] for index in range(6)] == REQUESTS
-    assert sorted(replicas[0].drawn + replicas[1].drawn) == sorted(IDS)
+    drawn = [request.prompt.id for replica in replicas for (request,) in replica.drawn]
+    assert sorted(drawn) == sorted(IDS)
     assert len(asked) == 7 and len(set(map(tuple, asked))) == 6
     assert text in caplog.text
     kinds = [(kind, fields["replica"]) for kind, fields in events]

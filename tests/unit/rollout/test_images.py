@@ -43,7 +43,6 @@ def test_what_is_past_a_bound_is_refused(change: dict, text: str) -> None:
         check_image_request(PLAIN | change, Limits())
 
 
-@pytest.mark.parametrize("body", [None, [], "x", 1])
-def test_what_is_no_object_is_refused(body: object) -> None:
-    with pytest.raises(ValueError, match="must be a JSON object"):
-        check_image_request(body, Limits())
+def test_what_is_no_object_is_refused() -> None:
+    with pytest.raises(ValueError, match="the body is a list; it must be a JSON object"):
+        check_image_request([], Limits())

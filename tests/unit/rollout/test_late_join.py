@@ -29,13 +29,8 @@ class Joiner:
     def __init__(
         self, folder: Path, *, fault=lambda name, tensor: tensor, before=lambda: None
     ) -> None:
-        self.folder, self.fault, self.before, self.version, self.held = (
-            folder,
-            fault,
-            before,
-            None,
-            {},
-        )
+        self.folder, self.fault, self.before = folder, fault, before
+        self.version, self.held = None, {}
 
     async def weights_begin(self, version, manifest, lora, transport) -> None:
         self.held = {}

@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -25,6 +24,7 @@ from megadiff.rollout.client.processes import (
 )
 from megadiff.rollout.client.registry import read_claims
 from megadiff.rollout.spec import ReplicaSpec, read_spec
+from tests.waiting import wait_for
 
 
 def test_the_end_of_a_log_is_shown(tmp_path: Path) -> None:
@@ -143,19 +143,14 @@ def test_a_process_that_is_stopped_is_named_also_a_worker(tmp_path: Path) -> Non
     process = processes.ServerProcess("r", command, log=tmp_path / "r.log", environment=os.environ)
     try:
         leader = psutil.Process(process.process.pid)
-        deadline = time.monotonic() + 10
-        while not leader.children():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(leader.children)
         (worker,) = leader.children()
         assert process.stopped_pid() == 0
         for stopped in (worker, leader):
             stopped.suspend()
-            while process.stopped_pid() != stopped.pid:
-                assert time.monotonic() < deadline
+            wait_for(lambda: process.stopped_pid() == stopped.pid)  # noqa: B023
             stopped.resume()
-            while process.stopped_pid():
-                assert time.monotonic() < deadline
+            wait_for(lambda: not process.stopped_pid())
     finally:
         process.kill()
     assert process.stopped_pid() == 0 and process.ending()
@@ -167,14 +162,15 @@ def test_what_a_dead_one_left_is_killed_and_its_number_is_never_signalled_again(
     script = f"sleep 60 & echo $! > {left}"
     command = ["sh", "-c", script]
     process = processes.ServerProcess("r", command, log=tmp_path / "r.log", environment=os.environ)
-    deadline = time.monotonic() + 10
-    while not process.ending():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(process.ending)
     worker = int(left.read_text())
-    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+
+    def is_gone() -> bool:
+        if not psutil.pid_exists(worker):
+            return True
+        return psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+
+    wait_for(is_gone)
 
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:

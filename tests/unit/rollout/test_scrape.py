@@ -25,7 +25,8 @@ from megadiff.rollout.server.progress import MAX_SHAPES, NEW_SHAPE_S, EngineProg
 from megadiff.rollout.server.replica import Replica
 from megadiff.sync.bucket import bucket_manifest
 from tests.unit.rollout.served import serving
-from tests.unit.rollout.test_doors import REQUEST, wait_for
+from tests.unit.rollout.test_doors import REQUEST
+from tests.waiting import wait_for
 
 TOKEN = "a-token-of-some-length"
 BUCKET = [("transformer.a", torch.randn(30))]

@@ -26,6 +26,7 @@ from megadiff.rollout.client.supervisor import Supervisor
 from megadiff.rollout.limits import RUN_HEADER
 from megadiff.rollout.server.announcement import announced
 from tests.unit.process.strangers import Stranger, reply
+from tests.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -118,9 +119,14 @@ def peers(registry: Path, *names: str) -> Iterator[list[Peer]]:
 
 @contextmanager
 def supervised(
-    registry: Path, *present: Peer, ours: bool = False, **options: Any
+    registry: Path,
+    *present: Peer | ReplicaClient,
+    ours: bool = False,
+    token: str | None = None,
+    run: str = "mine",
+    **options: Any,
 ) -> Iterator[tuple[Supervisor, list[str]]]:
-    """Watch the peers; yields the kinds of events as well, each with its replica."""
+    """Watch these; yields the kinds of events as well, each with its replica."""
     events: list[str] = []
 
     def report(
@@ -134,21 +140,14 @@ def supervised(
         members.join(peer.name, peer.url, time.monotonic())
     settings = {"heartbeat_s": 60.0, "start_timeout_s": 30.0, "min_replicas": 1} | options
     with Supervisor(
-        registry=RegistryWatch(registry, token=None, run="mine"),
+        registry=RegistryWatch(registry, token=token, run=run),
         members=members,
-        make_client=lambda name, url: ReplicaClient(url, name, run="mine"),
+        make_client=lambda name, url: ReplicaClient(url, name, token=token, run=run),
         processes=processes,
         report=report,
         **settings,
     ) as supervisor:
         yield supervisor, events
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_dead_replica_is_started_again_so_often_and_no_more(tmp_path, caplog) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from megadiff.sync.bucket import bucket_manifest, encode_bucket
 from megadiff.sync.transports import shared_memory
 from tests.unit.process.strangers import Stranger
 from tests.unit.rollout import tls_proxy
-from tests.unit.rollout.served import serving
+from tests.unit.rollout.served import announce, serving
 from tests.unit.rollout.test_client_proof import assert_knows_nothing, pretend
 
 pytestmark = pytest.mark.skipif(
@@ -52,19 +51,12 @@ def url(authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
             yield url
 
 
-def announce(folder: Path, url: str) -> Path:
-    registry = folder / "registry"
-    registry.mkdir()
-    (registry / "a.json").write_text(json.dumps({"name": "a", "url": url}))
-    return registry
-
-
 def test_a_replica_behind_tls_is_found_proven_and_pushed_to(
     url: str, authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(authority))
-    registry = announce(tmp_path, url)
-    (entry,) = wait_until_announced(registry, count=1, timeout_s=60, token=TOKEN)
+    announce(tmp_path, "a", url)
+    (entry,) = wait_until_announced(tmp_path, count=1, timeout_s=60, token=TOKEN)
     assert entry["url"] == url
 
     client = ReplicaClient(url, "a", token=TOKEN, timeout_s=60, run="my-run")
@@ -81,9 +73,9 @@ def test_a_certificate_of_an_unknown_authority_gets_nothing(
     url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without SSL_CERT_FILE; the message says what to set."""
-    registry = announce(tmp_path, url)
+    announce(tmp_path, "a", url)
     with caplog.at_level(logging.WARNING), pytest.raises(ReplicaDied, match="is not trusted"):
-        wait_until_announced(registry, count=1, timeout_s=3, token=TOKEN)
+        wait_until_announced(tmp_path, count=1, timeout_s=3, token=TOKEN)
     assert f"{url}/health: its certificate is not trusted" in caplog.text
     assert "set SSL_CERT_FILE" in caplog.text
 
