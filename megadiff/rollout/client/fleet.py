@@ -131,9 +131,13 @@ class Fleet(AbstractContextManager["Fleet"]):
                     call, client = futures.pop(future)
                     if client.url in self.lost:
                         continue  # _drop_lost() gives its calls to others
-                    drawn = self._outcome(queue, requests, call, client, future)
-                    if drawn is not None:
-                        yield from zip(call.indices, drawn.groups, strict=True)
+                    error = future.exception()
+                    if isinstance(error, ReplicaError):
+                        self._take_back(queue, requests, call, client, error)
+                        continue
+                    drawn = future.result()
+                    _note_answer(queue, call, client.name, drawn)
+                    yield from zip(call.indices, drawn.groups, strict=True)
         finally:
             for future, (_, client) in futures.items():
                 # Interrupted: the replica would draw on for nobody, the next call behind that.
@@ -161,34 +165,6 @@ class Fleet(AbstractContextManager["Fleet"]):
             asked = [requests[index] for index in call.indices]
             future = self._pool.submit(self._watched, clients[name], methodcaller("draw", asked))
             futures[future] = (call, clients[name])
-
-    def _outcome(
-        self,
-        queue: CallQueue,
-        requests: Sequence[RolloutRequest],
-        call: ReplicaCall,
-        client: ReplicaClient,
-        future: Future[Drawn],
-    ) -> Drawn | None:
-        """Return what a call drew. None where it failed, and is made again."""
-        try:
-            drawn = future.result()
-        except ReplicaError as error:
-            self._take_back(queue, requests, call, client, error)
-            return None
-        call.replica = client.name
-        call.engine_s = drawn.engine_s
-        call.queue_s = drawn.queue_s
-        queue.succeed(
-            call,
-            client.name,
-            # without its wait behind others, or the replica that answers last would look slowest
-            seconds=max(drawn.engine_s - drawn.queue_s, LEAST_CALL_S),
-            outstanding=drawn.outstanding,
-            now_s=time.monotonic(),
-        )
-
-        return drawn
 
     def _take_back(
         self,
@@ -378,6 +354,20 @@ class Fleet(AbstractContextManager["Fleet"]):
         self.lose(client, _loss(error))
         tail = log_tail(self.logs[client.name]) if client.name in self.logs else ""
         return ReplicaDied(f"{client.name} at {client.url} {what}: {error}\n{tail}")
+
+
+def _note_answer(queue: CallQueue, call: ReplicaCall, replica: str, drawn: Drawn) -> None:
+    call.replica = replica
+    call.engine_s = drawn.engine_s
+    call.queue_s = drawn.queue_s
+    queue.succeed(
+        call,
+        replica,
+        # without its wait behind others, or the replica that answers last would look slowest
+        seconds=max(drawn.engine_s - drawn.queue_s, LEAST_CALL_S),
+        outstanding=drawn.outstanding,
+        now_s=time.monotonic(),
+    )
 
 
 def _loss(error: ReplicaError) -> Loss:

@@ -14,7 +14,7 @@ from megadiff.sync.bucket import BucketBody
 from megadiff.sync.transports.base import GroupBrokeError
 from megadiff.types import LoraSpec
 
-if TYPE_CHECKING:  # which makes these
+if TYPE_CHECKING:  # imports this file
     from megadiff.rollout.client.fleet import Fleet
 
 logger = logging.getLogger(__name__)

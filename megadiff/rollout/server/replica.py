@@ -303,8 +303,8 @@ class Replica:
             await self._drained()
             await call_worker(self.engine, "free_weights")
 
-    async def call_workers(self, method: str, *arguments: str, run: str | None) -> None:
-        """Call a method that touches no weights, whatever the replica does. Raises Refused."""
+    async def ask_workers(self, method: str, *arguments: str, run: str | None) -> None:
+        """Call a method that may run at any time, as it changes no weights. Raises Refused."""
         self.owner.check(run)
         with self.owner.calling(run):
             await call_worker(self.engine, method, *arguments)
@@ -314,7 +314,7 @@ class Replica:
         self.owner.check(run)  # before the file of the owner's trace is removed
         path = self.private_folder / "trace.json.gz"
         try:
-            await self.call_workers("end_trace", str(path), run=run)
+            await self.ask_workers("end_trace", str(path), run=run)
             return await asyncio.to_thread(path.read_bytes)
         finally:
             path.unlink(missing_ok=True)

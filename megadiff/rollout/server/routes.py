@@ -98,12 +98,12 @@ def _add_rollout(app: FastAPI, replica: Replica) -> None:
 
     @_route(app, "POST", "/rl/trim")
     async def trim(request: Request) -> Any:
-        await replica.call_workers("trim", run=_run(request))
+        await replica.ask_workers("trim", run=_run(request))
         return {"state": replica.policy.state}
 
     @_route(app, "POST", "/rl/trace/begin")
     async def trace_begin(request: Request) -> Any:
-        await replica.call_workers("begin_trace", run=_run(request))
+        await replica.ask_workers("begin_trace", run=_run(request))
         return {}
 
     @_route(app, "POST", "/rl/trace/end")
