@@ -80,21 +80,14 @@ def compiled(monkeypatch):
 
         return run
 
-    def tuned(block: nn.Module, **options: object) -> nn.Module:
+    def tuned(block: nn.Module) -> nn.Module:
         block.forward = torch.compile(block.forward)
-        options = {"num_rows": lambda: tuned.rows, **options}
-        fix_sizes(Model(block), **options)
+        fix_sizes(Model(block), num_rows=lambda: tuned.rows)
         return block
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, dynamic=True, backend=backend))
     yield tuned, variants, ran
     torch._dynamo.reset()
-
-
-def call(tuned: Callable[..., object], block: nn.Module, rows: int, text: int = 3) -> None:
-    """Call as a run does, of as many rows as its whole call has."""
-    tuned.rows = rows
-    block(*inputs(rows, 8, text))
 
 
 class TextInTuple(Block):
@@ -133,7 +126,8 @@ def test_sizes_beyond_the_first_ones_share_a_variant_for_any(compiled):
     block = tuned(Block())
     rows = [2, 4, 5, 7, 9, 10, 11]  # torch takes equal sizes for one
     for num_rows in [*rows, *rows]:
-        call(tuned, block, num_rows)
+        tuned.rows = num_rows  # of the run's whole call
+        block(*inputs(num_rows, 8, 3))
     assert len(variants) == FIXED_SIZES + 1
     assert ran == 2 * [*rows[:FIXED_SIZES], "any", "any", "any"]
 

@@ -29,6 +29,7 @@ from tests.unit.rollout.test_doors import REQUEST
 from tests.waiting import wait_for
 
 TOKEN = "a-token-of-some-length"
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
 BUCKET = [("transformer.a", torch.randn(30))]
 
 
@@ -71,13 +72,9 @@ def url(engine: SlowEngine, tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-def authorized(run: str = "") -> dict[str, str]:
-    return {"Authorization": f"Bearer {TOKEN}"} | ({"x-megadiff-run": run} if run else {})
-
-
 def scraped(url: str) -> dict[str, float]:
     """Every sample of the answer, name and labels → value."""
-    answer = httpx.get(f"{url}/metrics", headers=authorized())
+    answer = httpx.get(f"{url}/metrics", headers=AUTHORIZED)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     figures = {}
@@ -92,7 +89,7 @@ def ask(url: str, num_samples: int, answers: list[httpx.Response]) -> threading.
     request = REQUEST | {"policy_version": -1, "sample_indices": list(range(num_samples))}
 
     def call() -> None:
-        arguments = {"json": [request], "headers": authorized(), "timeout": 30}
+        arguments = {"json": [request], "headers": AUTHORIZED, "timeout": 30}
         answers.append(httpx.post(f"{url}/rl/generate", **arguments))
 
     thread = threading.Thread(target=call)

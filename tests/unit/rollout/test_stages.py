@@ -24,6 +24,11 @@ THINKING = {
 }
 
 
+def thinking(**changes: object) -> dict:
+    """What a stage that thinks says of it, with changes."""
+    return {"default_sampling_params": {"extra_args": THINKING | changes}}
+
+
 def written(folder: Path, *rows: dict, **settings: Any) -> Path:
     file = folder / "stages.yaml"
     whole = {"pipeline": "bagel_single_stage", "stages": list(rows)} | settings
@@ -56,35 +61,17 @@ def test_file_of_vllm_omni_fits() -> None:
         ({"devices": "0,1"}, "names 2 GPUs, rollout.tp=1 takes 1"),
         ({"devices": "all"}, "devices is 'all'; give numbers"),
         ({"lora_path": "mine"}, "has lora_path, which the run's own config decides"),
-        ({"default_sampling_params": {"num_inference_steps": 4}}, "has num_inference_steps, which"),
-        (
-            {"default_sampling_params": ["think"]},
-            r"default_sampling_params is \['think'\]; it must",
-        ),
-        (
-            {"default_sampling_params": {"extra_args": {"cfg_text_scale": 4.0}}},
-            "extra_args has cfg_text_scale, which",
-        ),
-        (
-            {"default_sampling_params": {"extra_args": {"max_think_tokens": "many"}}},
-            "max_think_tokens is 'many', it must be int",
-        ),
-        (
-            {"default_sampling_params": {"extra_args": THINKING | {"max_think_tokens": 0}}},
-            "max_think_tokens is 0; give 1 to 4096",
-        ),
-        (
-            {"default_sampling_params": {"extra_args": THINKING | {"max_think_tokens": 9000}}},
-            "max_think_tokens is 9000; give 1 to 4096",
-        ),
-        (
-            {"default_sampling_params": {"extra_args": THINKING | {"text_temperature": 500}}},
-            "text_temperature is 500 with do_sample: true; give more than 0, at most 100",
-        ),
         ({"devices": "0,0"}, "devices is '0,0', a GPU twice"),
+        ({"default_sampling_params": {"num_inference_steps": 4}}, "has num_inference_steps, which"),
+        ({"default_sampling_params": ["think"]}, r"sampling_params is \['think'\]; it must"),
+        (thinking(cfg_text_scale=4.0), "extra_args has cfg_text_scale, which"),
+        (thinking(max_think_tokens="many"), "max_think_tokens is 'many', it must be int"),
+        (thinking(max_think_tokens=0), "max_think_tokens is 0; give 1 to 4096"),
+        (thinking(max_think_tokens=9000), "max_think_tokens is 9000; give 1 to 4096"),
+        (thinking(text_temperature=0.0), "text_temperature is 0.0 with do_sample: true"),
         (
-            {"default_sampling_params": {"extra_args": THINKING | {"text_temperature": 0.0}}},
-            "text_temperature is 0.0 with do_sample: true",
+            thinking(text_temperature=500),
+            "text_temperature is 500 with do_sample: true; give more than 0, at most 100",
         ),
     ],
 )

@@ -42,7 +42,7 @@ class Peer:
     be. num_questions: that it got. deeds: what was done with its process.
     """
 
-    def __init__(self, registry: Path, name: str, *, health: Mapping[str, Any] = {}) -> None:
+    def __init__(self, registry: Path, name: str) -> None:
         self.name = name
         self.log = registry / f"{name}.log"
         self.is_silent = False
@@ -53,7 +53,6 @@ class Peer:
         self.on_start: Callable[[], object] = lambda: None
         self._death = ""
         self._registry = registry
-        self._health = health
         self._stack = ExitStack()
         self._announcement = ExitStack()
         self.url = ""
@@ -101,8 +100,7 @@ class Peer:
             time.sleep(2.5)
         run = handler.headers.get(RUN_HEADER)
         is_taken = self.is_taken_by not in ("", run)
-        health = {"name": self.name, "is_taken": is_taken, **self._health}
-        reply(handler, json.dumps(health).encode())
+        reply(handler, json.dumps({"name": self.name, "is_taken": is_taken}).encode())
 
 
 @contextmanager
