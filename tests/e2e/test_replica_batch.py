@@ -94,7 +94,7 @@ def assert_close(one: RolloutGroup, other: RolloutGroup, *, tolerance: float = 1
 @pytest.mark.parametrize("sde_type", ["flow_sde", "flow_cps", "ode"])
 def test_batched_is_serial(clients: list[ReplicaClient], tiny_model: Path, sde_type: str) -> None:
     asked = requests(replace(SAMPLING, sde_type=sde_type))
-    groups = clients[0].generate_batch(asked)
+    groups = clients[0].draw(asked).groups
     for group, request in zip(groups, asked, strict=True):
         assert_close(group, clients[0].generate(request))
     if sde_type != "ode":
@@ -106,7 +106,7 @@ def test_batched_is_serial(clients: list[ReplicaClient], tiny_model: Path, sde_t
 def test_one_noise_is_computed_once(clients: list[ReplicaClient], tiny_model: Path) -> None:
     """A group is one state until its window, and each sample what it would be by itself."""
     asked = requests(replace(SAMPLING, same_noise=True, true_cfg_scale=4.0, ode_solver="dpm2"))
-    groups = clients[0].generate_batch(asked)
+    groups = clients[0].draw(asked).groups
     assert len({group.window_start for group in groups}) > 1
     for group, request in zip(groups, asked, strict=True):
         begins_GLC = group.latents_GSLC[:, 0]
@@ -130,7 +130,7 @@ def test_true_cfg(clients: list[ReplicaClient], tiny_model: Path) -> None:
     the tolerance.
     """
     asked = requests(replace(SAMPLING, true_cfg_scale=4.0))
-    groups = clients[0].generate_batch(asked)
+    groups = clients[0].draw(asked).groups
     for group, request in zip(groups, asked, strict=True):
         assert_close(group, clients[0].generate(request), tolerance=1e-4)
         assert gap(tiny_model, group) <= 1e-4
@@ -145,7 +145,7 @@ def _negative(group: RolloutGroup) -> dict[str, torch.Tensor]:
 
 
 def test_a_batch_is_the_same_bit_by_bit_on_every_replica(clients: list[ReplicaClient]) -> None:
-    one, other = (client.generate_batch(requests()) for client in clients)
+    one, other = (client.draw(requests()).groups for client in clients)
     for left, right in zip(one, other, strict=True):
         assert torch.equal(left.latents_GSLC, right.latents_GSLC)
         assert torch.equal(left.log_probs_GW, right.log_probs_GW)
@@ -191,7 +191,7 @@ def test_batches_that_are_refused(clients: list[ReplicaClient]) -> None:
     ]
     for asked, status, message in cases:
         with pytest.raises(ReplicaError, match=message) as error:
-            client.generate_batch(asked)
+            client.draw(asked)
         assert error.value.status == status
     body = requests_to_json(good)
     del body[3]["seed"]
@@ -200,4 +200,4 @@ def test_batches_that_are_refused(clients: list[ReplicaClient]) -> None:
         response.status_code == 400
         and response.json()["error"] == "requests[3]: request lacks seed"
     )
-    assert len(client.generate_batch(good)) == 5
+    assert len(client.draw(good).groups) == 5

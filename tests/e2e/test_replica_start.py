@@ -141,7 +141,7 @@ def test_vllm_omni_0_26(tiny_model: Path, tmp_path: Path) -> None:
             prompt=replace(PROMPT, text="a much longer prompt", id="cd" * 8),
             sample_indices=(0, 1),
         )
-        batched, other = client.generate_batch([REQUEST, longer])
+        batched, other = client.draw([REQUEST, longer]).groups
         assert (
             batched.conditioning["prompt_embeds"].shape == group.conditioning["prompt_embeds"].shape
         )
@@ -154,9 +154,7 @@ def test_vllm_omni_0_26(tiny_model: Path, tmp_path: Path) -> None:
         client.sleep()
         push(client, changed, version=1, model=tiny_model)
         with pytest.raises(ReplicaError, match=r"requests\[1\] .* too long"):
-            client.generate_batch(
-                [REQUEST, replace(REQUEST, prompt=replace(PROMPT, text="🐱" * 2000))]
-            )
+            client.draw([REQUEST, replace(REQUEST, prompt=replace(PROMPT, text="🐱" * 2000))])
         assert client.generate(replace(REQUEST, policy_version=1)).policy_version == 1
         bound_lora_serves_and_sleeps(client, tiny_model, weights, version=2)
         workers = psutil.Process(server.process.pid).children(recursive=True)

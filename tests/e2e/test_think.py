@@ -75,7 +75,7 @@ def test_the_trajectory_is_the_trainers(
     """From the noise to the clean latents with CFG, texts of three lengths in one call."""
     drawn = replace(PLAIN, sde_type="ode", **(thinking(stages) if thinks else {}))
     requests = requests_of(drawn)
-    groups = server.client.generate_batch(requests)
+    groups = server.client.draw(requests).groups
     assert len({group.conditioning["prompt_ids"].shape[1] for group in groups}) == len(TEXTS)
 
     adapter = BagelAdapter(model)
@@ -88,7 +88,7 @@ def test_the_trajectory_is_the_trainers(
     unguided = [
         replace(request, sampling=replace(drawn, guidance_scale=1.0)) for request in requests
     ]
-    plain = server.client.generate_batch(unguided)[0]
+    plain = server.client.draw(unguided).groups[0]
     assert (plain.latents_GSLC - one.latents_GSLC).abs().max() > 1e-2
     swapped = replace(one, conditioning=other.conditioning)
     assert trajectory_gap(adapter, transformer, requests[0], swapped) > 1e-2
@@ -100,8 +100,8 @@ def test_text_is_sampled_recorded_and_conditioned_on(
     settings = thinking(stages)
     assert settings == {"think_tokens": 6, "think_temperature": 1.0}
     thoughtful = requests_of(replace(PLAIN, **settings))
-    groups = server.client.generate_batch(thoughtful)
-    plain = server.client.generate_batch(requests_of(PLAIN))
+    groups = server.client.draw(thoughtful).groups
+    plain = server.client.draw(requests_of(PLAIN)).groups
 
     adapter = BagelAdapter(model)
     transformer = plain_module(adapter)
@@ -123,11 +123,11 @@ def test_text_is_sampled_recorded_and_conditioned_on(
 def test_text_depends_on_the_seed_alone(server: Server, stages: Path) -> None:
     """Not on the call: a group by itself, and again, writes what it wrote beside others."""
     thoughtful = requests_of(replace(PLAIN, **thinking(stages)))
-    together = server.client.generate_batch(thoughtful)
-    (alone,) = server.client.generate_batch(thoughtful[1:2])
+    together = server.client.draw(thoughtful).groups
+    (alone,) = server.client.draw(thoughtful[1:2]).groups
     assert alone.thought == together[1].thought
     assert torch.equal(alone.conditioning["prompt_ids"], together[1].conditioning["prompt_ids"])
 
     other_seed = [replace(request, seed=4) for request in thoughtful]
-    others = server.client.generate_batch(other_seed)
+    others = server.client.draw(other_seed).groups
     assert [group.thought for group in others] != [group.thought for group in together]

@@ -102,9 +102,9 @@ def drawn(tiny_wan: dict[str, Path], wan_registries: dict[str, Path]) -> dict[st
         groups = {}
         for name in SAMPLINGS:
             sampling = sampling_of(name, adapter)
-            groups[name] = client.generate_batch(
+            groups[name] = client.draw(
                 [dataclasses.replace(one, sampling=sampling) for one in REQUESTS]
-            )
+            ).groups
         found[kind] = Drawn(adapter=adapter, client=client, groups=groups)
     return found
 
@@ -196,7 +196,7 @@ def test_from_a_first_frame_as_diffusers_image_to_video(
         )
         for request, image in zip(REQUESTS, image_of_group, strict=True)
     ]
-    groups = one.client.generate_batch(requests)
+    groups = one.client.draw(requests).groups
     with one.adapter.image_encoder(dtype=torch.float32, device="cpu") as encode:
         first_2LC = encode(pixels_2HWC)
     grid = one.adapter.grid(sampling)
@@ -243,7 +243,7 @@ def test_log_probs_are_of_the_drawn_frames_alone(drawn: dict[str, Drawn]) -> Non
     requests = [
         dataclasses.replace(each, sampling=FROM_IMAGE, images=(image,)) for each in REQUESTS
     ]
-    found = dataclasses.replace(one, groups={"image": one.client.generate_batch(requests)})
+    found = dataclasses.replace(one, groups={"image": one.client.draw(requests).groups})
     assert (
         found.column("image", "latents_GSLC").shape[2:]
         == one.adapter.latents_shape(FROM_IMAGE)

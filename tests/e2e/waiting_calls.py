@@ -20,10 +20,10 @@ def assert_waiting_calls_draw_alike(
 
     The worker prepares each waiting call while it draws the one before.
     """
-    alone = [client.generate_batch(call) for call in calls]
+    alone = [client.draw(call).groups for call in calls]
     before = num_prepared(client)
     with ThreadPoolExecutor(len(calls)) as threads:
-        together = list(threads.map(client.generate_batch, calls))
+        together = [drawn.groups for drawn in threads.map(client.draw, calls)]
     for group, other in zip(chain(*alone), chain(*together), strict=True):
         assert torch.equal(group.latents_GSLC, other.latents_GSLC)
         assert torch.equal(group.pixels_GFHWC, other.pixels_GFHWC)

@@ -181,14 +181,10 @@ class ReplicaClient:
 
     def generate(self, request: RolloutRequest) -> RolloutGroup:
         """Return the group of one request. A 409 tells of another policy version than asked."""
-        return self.generate_batch([request])[0]
-
-    def generate_batch(self, requests: Sequence[RolloutRequest]) -> list[RolloutGroup]:
-        """Return the groups of requests of equal sampling, drawn as one batch, in order."""
-        return self.draw(requests).groups
+        return self.draw([request]).groups[0]
 
     def draw(self, requests: Sequence[RolloutRequest]) -> Drawn:
-        """Return the groups of generate_batch(), and what the replica tells of its work.
+        """Draw requests of equal sampling as one batch; groups come in their order.
 
         An answer that is none counts as a connection that broke.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -97,7 +96,7 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
 
 def _children_bytes() -> int:
     total = 0
-    for child in psutil.Process(os.getpid()).children(recursive=True):
+    for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
             total += child.memory_info().rss
     return total
