@@ -14,7 +14,7 @@ from omegaconf import MISSING
 
 from megadiff.config.key import bound_texts
 from megadiff.config.rewards import NAMED_SECTIONS
-from megadiff.config.schema import Config
+from megadiff.config.schema import FIELDS, SECTIONS
 
 MARKDOWN_HEAD = """# Configuration
 
@@ -73,22 +73,10 @@ def to_markdown() -> str:
 
 def _sections() -> Iterator[tuple[str, str, list[dataclasses.Field]]]:
     """Yield each section's name, its first sentence and its keys, in the schema's order."""
-    fields = dataclasses.fields(Config)
-    yield "Top level", _sentence(Config), [field for field in fields if field.metadata]
-
-    for field in fields:
-        if field.name in NAMED_SECTIONS:
-            named = NAMED_SECTIONS[field.name]
-            yield f"{field.name}.NAME", _sentence(named), [*dataclasses.fields(named)]
-        # A key has metadata and a section none: key() declares keys only.
-        elif not field.metadata:
-            section = field.default_factory
-            assert isinstance(section, type)
-            yield field.name, _sentence(section), [*dataclasses.fields(section)]
-
-
-def _sentence(section: type) -> str:
-    return str(section.__doc__).splitlines()[0]
+    for section, kind in SECTIONS.items():
+        name = f"{section}.NAME" if section in NAMED_SECTIONS else section or "Top level"
+        keys = [field for (of_section, _), field in FIELDS.items() if of_section == section]
+        yield name, str(kind.__doc__).splitlines()[0], keys
 
 
 def _default(field: dataclasses.Field) -> str:

@@ -10,18 +10,19 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadiff.config.algorithm import with_algorithm_defaults
+from megadiff.config.flat import flat_texts
 from megadiff.config.key import bound_texts
 from megadiff.config.rewards import NAMED_SECTIONS, RewardConfig
-from megadiff.config.schema import Config
+from megadiff.config.schema import FIELDS, SECTIONS, Config
 from megadiff.config.synonyms import SYNONYMS
 
 
@@ -31,25 +32,11 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _text_keys(section: type, prefix: str = "") -> set[str]:
-    """Return every key of a section whose value is a text, e.g. `run.name`."""
-    keys = set()
-    for name, kind in get_type_hints(section).items():
-        if kind is str:
-            keys.add(f"{prefix}{name}")
-        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            keys |= _text_keys(kind, f"{prefix}{name}.")
-
-    return keys
-
-
 # Plain dicts: a node of OmegaConf raises for a key without a value.
 SCHEMA = _plain(OmegaConf.structured(Config))
 NAMED_SCHEMAS = {
     f"{name}.": _plain(OmegaConf.structured(section)) for name, section in NAMED_SECTIONS.items()
 }
-TEXT_KEYS = _text_keys(Config)
-NAMED_TEXT_KEYS = {name: _text_keys(section) for name, section in NAMED_SECTIONS.items()}
 NULLS = ("", "~", "null", "Null", "NULL")  # what YAML reads as no value
 
 # Not taken silently: a config that is read again should say what is meant today.
@@ -149,22 +136,19 @@ def _wrong_type(error: OmegaConfBaseException) -> str:
 
     value = match[1]
     kind = kinds[match[2]]
-    rules = " and ".join(bound_texts(_bounds(key)))
+    field = _field_of(key)
+    rules = " and ".join(bound_texts(field.metadata["bounds"])) if field else ""
     return f"{key}={value!r} is no {kind}; give one{rules and f' that is {rules}'}"
 
 
-def _bounds(key: str) -> Mapping[str, float]:
-    """Return the schema's bounds of a key, none for one that the user named."""
-    section: Any = Config
-    for name in key.split("."):
-        fields = {field.name: field for field in dataclasses.fields(section)}
-        if name not in fields:
-            return {}
-        kind = get_type_hints(section)[name]
-        if not dataclasses.is_dataclass(kind):
-            return fields[name].metadata.get("bounds", {})
-        section = kind
-    return {}
+def _field_of(key: str) -> dataclasses.Field | None:
+    """Return the schema's field of a key, or of the list or mapping that it is in."""
+    section, *names = key.split(".")
+    if section in NAMED_SECTIONS:
+        names = names[1:]  # the first one is the user's
+    elif section not in SECTIONS:
+        section, names = "", [section]
+    return FIELDS.get((section, names[0])) if names else None
 
 
 def _take_out(source: str, merged: DictConfig, layer: DictConfig) -> None:
@@ -197,7 +181,12 @@ def _to_object(arguments: Sequence[str], merged: DictConfig, *, section: str = "
     Raises ConfigError for a key without a value, and for an interpolation that leads nowhere.
     """
     try:
-        _check_complete(merged, section=section)
+        # Only now: a later layer could still have given them.
+        missing = sorted(key for key in OmegaConf.missing_keys(merged) if key.startswith(section))
+        if missing:
+            raise ConfigError(
+                f"missing {', '.join(missing)}; give each in a yaml file or as key=value"
+            )
         return OmegaConf.to_object(merged[section] if section else merged)
     except OmegaConfBaseException as error:
         key = str(error.full_key or section)
@@ -218,14 +207,6 @@ def _source_of(key: str, arguments: Sequence[str]) -> str:
             return source
 
     return "config"
-
-
-def _check_complete(merged: DictConfig, *, section: str = "") -> None:
-    """Refuse keys without a value, once a later layer can no longer give it."""
-    missing = sorted(OmegaConf.missing_keys(merged))
-    missing = [key for key in missing if not section or key.startswith(f"{section}.")]
-    if missing:
-        raise ConfigError(f"missing {', '.join(missing)}; give each in a yaml file or as key=value")
 
 
 def to_dict(config: Config) -> dict:
@@ -321,7 +302,9 @@ def _override(argument: str) -> DictConfig:
 
     text = value.strip()
     # Quotes and null are YAML's. Lists and mappings are refused later, by their key.
-    is_typed = _is_text(key) and text not in NULLS and text[0] not in "'\"[{"
+    field = _field_of(key)
+    is_text = field is not None and field.type == "str"
+    is_typed = is_text and text not in NULLS and text[0] not in "'\"[{"
     try:
         if not is_typed:
             return OmegaConf.from_dotlist([argument])
@@ -333,21 +316,9 @@ def _override(argument: str) -> DictConfig:
         raise ConfigError(f"{argument!r} is not valid: {error}") from error
 
 
-def _is_text(key: str) -> bool:
-    """Return True where the schema has a text for the key, e.g. run.name or reward.ocr.type."""
-    section, _, rest = key.partition(".")
-    return key in TEXT_KEYS or rest.partition(".")[2] in NAMED_TEXT_KEYS.get(section, ())
-
-
-def all_keys(schema: Mapping[str, Any] = SCHEMA, prefix: str = "") -> list[str]:
+def all_keys() -> list[str]:
     """List every leaf key of the schema, e.g. `train.num_steps`."""
-    keys: list[str] = []
-    for name, child in schema.items():
-        if isinstance(child, dict) and child:
-            keys += all_keys(child, f"{prefix}{name}.")
-        else:
-            keys.append(f"{prefix}{name}")
-    return keys
+    return [key for key, _ in flat_texts(SCHEMA)]
 
 
 def _advice(key: str) -> str:

@@ -6,13 +6,14 @@ sentences. This file imports neither torch nor anything of megadiff but key().
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from omegaconf import MISSING
 
 from megadiff.config.algorithm import AlgorithmConfig
 from megadiff.config.key import key
-from megadiff.config.rewards import JudgeConfig, RewardConfig
+from megadiff.config.rewards import NAMED_SECTIONS, JudgeConfig, RewardConfig
 from megadiff.config.rollout import RolloutConfig
 
 MAX_LORA_RANK = 512  # of vLLM's MaxLoRARanks; ranks between its steps are fine
@@ -302,3 +303,19 @@ class Config:
         "Sample images are saved every so many steps, at the first and the last; 0 saves none.",
         at_least=0,
     )
+
+
+# Section → its class, of a named one that of each name; "" → the keys of no section.
+SECTIONS: dict[str, Any] = {"": Config}
+# key() declares keys only, so a section has no metadata.
+SECTIONS |= {
+    section.name: section.default_factory for section in fields(Config) if not section.metadata
+}
+SECTIONS |= NAMED_SECTIONS
+# (section, key) → the key's declaration.
+FIELDS = {
+    (section, declared.name): declared
+    for section, kind in SECTIONS.items()
+    for declared in fields(kind)
+    if declared.metadata
+}
