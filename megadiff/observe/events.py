@@ -10,47 +10,36 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megadiff.observe.text_files import parse_line, read_lines
+from megadiff.observe.text_files import parse_line, parse_lines
 
 logger = logging.getLogger(__name__)
 EVENTS = "events"  # the first file is events.jsonl
 TEXT_CHARS = 2000  # the end of a log is text enough
 
 
-@dataclass(frozen=True, kw_only=True)
-class EventKind:
-    """Say in words what happened, and which fields such an event must have beside its text."""
-
-    words: str
-    fields: frozenset[str]
-
-
-def _kind(words: str, *fields: str) -> EventKind:
-    return EventKind(words=words, fields=frozenset(fields))
-
-
-# The closed list of events. lost_s is how much later the run goes on because of it.
-KINDS: Mapping[str, EventKind] = {
-    "run_started": _kind("run started"),
-    "run_resumed": _kind("run resumed from a checkpoint"),
-    "run_stopped": _kind("run stopped"),
-    "run_finished": _kind("run finished"),
-    "replica_died": _kind("replica died", "replica"),
-    "replica_hung": _kind("replica hung, and was ended", "replica", "lost_s"),
-    "replica_slow": _kind("replica stays slower than the others", "replica"),
-    "replica_restarted": _kind("replica started again", "replica", "lost_s"),
-    "replica_joined": _kind("replica joined", "replica"),
-    "replica_left": _kind("replica left", "replica"),
-    "replica_refused": _kind("replica refused", "replica"),
-    "call_retried": _kind("call made again elsewhere", "replica", "lost_s"),
-    "push_retried": _kind("push made again", "lost_s"),
-    "waited_for_replicas": _kind("waited for replicas", "lost_s"),
+# The closed list of events: kind → what happened in words, then the fields that such an event must
+# have beside its text. lost_s is how much later the run goes on because of it.
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "run_started": ("run started",),
+    "run_resumed": ("run resumed from a checkpoint",),
+    "run_stopped": ("run stopped",),
+    "run_finished": ("run finished",),
+    "replica_died": ("replica died", "replica"),
+    "replica_hung": ("replica hung, and was ended", "replica", "lost_s"),
+    "replica_slow": ("replica stays slower than the others", "replica"),
+    "replica_restarted": ("replica started again", "replica", "lost_s"),
+    "replica_joined": ("replica joined", "replica"),
+    "replica_left": ("replica left", "replica"),
+    "replica_refused": ("replica refused", "replica"),
+    "call_retried": ("call made again elsewhere", "replica", "lost_s"),
+    "push_retried": ("push made again", "lost_s"),
+    "waited_for_replicas": ("waited for replicas", "lost_s"),
 }
 
 
@@ -68,7 +57,7 @@ class Event:
     @property
     def words(self) -> str:
         """Return what happened in words; a kind that this version does not know by its name."""
-        return KINDS[self.kind].words if self.kind in KINDS else self.kind.replace("_", " ")
+        return KINDS[self.kind][0] if self.kind in KINDS else self.kind.replace("_", " ")
 
 
 class Events:
@@ -93,8 +82,9 @@ class Events:
         text: str = "",
     ) -> None:
         """Append one event. kind: of KINDS, which says what it must have."""
+        _, *needed = KINDS[kind]
         given = {"replica": replica, "lost_s": lost_s}
-        lacking = [name for name in KINDS[kind].fields if given[name] in ("", None)]
+        lacking = [name for name in needed if given[name] in ("", None)]
         assert not lacking, f"event {kind} needs {', '.join(lacking)}"
 
         row: dict[str, Any] = {
@@ -135,17 +125,8 @@ def read_events(run_folder: Path) -> list[Event]:
     """Return the events of all nodes' files by time; warns of lines that are none."""
     events: list[Event] = []
     for path in sorted(run_folder.glob(f"{EVENTS}*.jsonl")):
-        events += _read_file(path)
+        events += parse_lines(path, parse_event)
     return sorted(events, key=lambda event: event.time)
-
-
-def _read_file(path: Path) -> Iterator[Event]:
-    for number, line in enumerate(read_lines(path), start=1):
-        event = parse_event(line)
-        if event is None:
-            logger.warning("%s: line %d is torn and skipped", path, number)
-        else:
-            yield event
 
 
 def parse_event(line: str) -> Event | None:

@@ -6,7 +6,6 @@ ends in its name (`optim/grad_norm/transformer_2`). A row is one step: its metri
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +15,7 @@ from statistics import fmean, stdev
 from statistics import median as _median
 from typing import Any
 
-from megadiff.observe.text_files import parse_line, read_lines
-
-logger = logging.getLogger(__name__)
+from megadiff.observe.text_files import parse_line, parse_lines
 
 Row = Mapping[str, float | None]
 Rows = Sequence[Row]
@@ -133,11 +130,7 @@ def read_rows(path: Path) -> list[dict[str, float | None]]:
         return []
 
     rows: dict[int, dict[str, float | None]] = {}
-    for number, line in enumerate(read_lines(path), start=1):
-        row = parse_row(line)
-        if row is None:
-            logger.warning("%s: line %d is torn and skipped", path, number)
-            continue
+    for row in parse_lines(path, parse_row):
         rows.setdefault(step_of(row), {}).update(row)
 
     return [rows[step] for step in sorted(rows)]

@@ -6,7 +6,7 @@ Pure functions of the events of a Chrome trace, as torch's profiler writes it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -84,7 +84,7 @@ def summarise(events: Sequence[TraceEvent]) -> TraceSummary:
     gpu = [event for event in whole if event.get("cat") in GPU_WORK]
     cpu = [event for event in whole if event.get("cat") in CPU_WORK]
     busy = _BusyTime(gpu or cpu)
-    rows = _gpu_work(gpu) if gpu else _cpu_work(cpu)
+    rows = _added_up(((event["name"], event["dur"]) for event in gpu) if gpu else _own_times(cpu))
 
     return TraceSummary(
         step_s=step["dur"] / US,
@@ -198,28 +198,14 @@ def _segments(marks: Sequence[TraceEvent]) -> Iterator[tuple[str, float, float]]
             yield stack[-1]["name"].removeprefix(STAGE), begin, end
 
 
-def _gpu_work(events: Sequence[TraceEvent]) -> list[WorkShare]:
-    return _added_up((event["name"], event["dur"]) for event in events)
-
-
-def _cpu_work(events: Sequence[TraceEvent]) -> list[WorkShare]:
-    """Return operators with their own time: without that of operators which they call."""
-    times: list[tuple[str, float]] = []
-    by_thread: dict[Any, list[TraceEvent]] = defaultdict(list)
-    for event in events:
-        by_thread[event["tid"]].append(event)
-    for thread_events in by_thread.values():
-        times += _own_times(thread_events)
-    return _added_up(iter(times))
-
-
-def _own_times(events: list[TraceEvent]) -> list[tuple[str, float]]:
-    """Return (name, own microseconds) of each operator of one thread."""
-    events.sort(key=lambda event: (event["ts"], -event["dur"]))
+def _own_times(operators: Sequence[TraceEvent]) -> list[tuple[str, float]]:
+    """Return (name, microseconds) of each operator, without those that it calls."""
+    events = sorted(operators, key=lambda event: (event["ts"], -event["dur"]))
     own_us = [event["dur"] for event in events]
-    callers: list[int] = []
+    callers_of_thread: dict[Any, list[int]] = defaultdict(list)
 
     for index, event in enumerate(events):
+        callers = callers_of_thread[event["tid"]]
         while callers and _end(events[callers[-1]]) <= event["ts"]:
             callers.pop()
         if callers:
@@ -230,7 +216,7 @@ def _own_times(events: list[TraceEvent]) -> list[tuple[str, float]]:
     return [(event["name"], max(0.0, us)) for event, us in zip(events, own_us, strict=True)]
 
 
-def _added_up(times: Iterator[tuple[str, float]]) -> list[WorkShare]:
+def _added_up(times: Iterable[tuple[str, float]]) -> list[WorkShare]:
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for name, us in times:

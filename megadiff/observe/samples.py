@@ -33,33 +33,16 @@ MAX_FRAMES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleRecord:
-    """One sample to be looked at.
+class SampleFacts:
+    """What is known of a sample beside its picture.
 
-    pixels: uint8 [F, H, W, 3], F = 1 for an image. caption: the prompt.
+    caption: the prompt.
     rewards: reward name → raw value, None or NaN where it has none. reward: the total that the
     advantage is made of.
     prompt_id, sample_index: its identity. policy_version: weights that drew it.
-    frames_per_s: of a video. thought: what the model wrote about the prompt before it drew.
+    thought: what the model wrote about the prompt before it drew.
     """
 
-    pixels: Tensor
-    caption: str
-    rewards: Mapping[str, float | None]
-    reward: float
-    prompt_id: str
-    sample_index: int
-    policy_version: int
-    frames_per_s: int = video.FRAMES_PER_S
-    thought: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedSample:
-    """A sample on disk, one line of a samples.jsonl; a reward that was not finite is None."""
-
-    path: Path
-    step: int
     caption: str
     rewards: Mapping[str, float | None]
     reward: float | None
@@ -67,6 +50,22 @@ class SavedSample:
     sample_index: int
     policy_version: int
     thought: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRecord(SampleFacts):
+    """A sample to be looked at. pixels: uint8 [F, H, W, 3], F = 1 for an image."""
+
+    pixels: Tensor
+    frames_per_s: int = video.FRAMES_PER_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedSample(SampleFacts):
+    """A sample on disk, one line of a samples.jsonl; a reward that was not finite is None."""
+
+    path: Path
+    step: int
 
 
 def save_samples(run_folder: Path, *, step: int, samples: Sequence[SampleRecord]) -> Path:
@@ -192,12 +191,8 @@ def shrunk(pixels: Tensor, side: int) -> Tensor:
     """Return pixels [F, H, W, 3] with their longest side at most `side`."""
     if max(pixels.shape[1:3]) <= side:
         return pixels
-    frames = []
-    for frame in pixels.numpy():
-        image = Image.fromarray(frame)
-        image.thumbnail((side, side), Image.Resampling.LANCZOS)
-        frames.append(torch.from_numpy(np.array(image)))
-    return torch.stack(frames)
+    frames = [video.shrunk_frame(frame, side) for frame in pixels.numpy()]
+    return torch.from_numpy(np.stack(frames))
 
 
 def read_samples(run_folder: Path) -> list[SavedSample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from megadiff.observe import video
 from megadiff.observe.metrics import format_number
 from megadiff.observe.samples import SavedSample, picture_grid, read_pixels, shrunk
-from megadiff.observe.tracker import Tracker, import_for, reward_names
+from megadiff.observe.tracker import Tracker, import_for, reward_table
 
 # A GIF takes far more bytes than the MP4 that it is made of.
 MAX_VIDEOS = 8
@@ -57,7 +58,7 @@ class TensorBoardTracker(Tracker):
         self._writer.flush()
 
     def _add_video(
-        self, tag: str, videos: Sequence[Tensor], step: int, *, frames_per_s: float
+        self, tag: str, videos: Sequence[Tensor], step: int, *, frames_per_s: Fraction
     ) -> None:
         """Write a grid of videos as an image that moves.
 
@@ -89,20 +90,14 @@ class TensorBoardTracker(Tracker):
 
 
 def markdown_table(samples: Sequence[SavedSample]) -> str:
-    """Return a row a sample, in the grid's order: its prompt, its reward and each reward's value.
-
-    The total is left out where no sample has one.
-    """
-    names = reward_names(samples)
-    has_total = any(sample.reward is not None for sample in samples)
-    head = ["", "prompt", *(["reward"] if has_total else []), *names]
+    """Return a row a sample, in the grid's order: its prompt and its rewards."""
+    columns, values = reward_table(samples)
+    head = ["", "prompt", *columns]
     rows = [head, ["---"] * len(head)]
 
-    for number, sample in enumerate(samples, start=1):
-        values = [sample.reward] if has_total else []
-        values += [sample.rewards.get(name) for name in names]
+    for number, (sample, numbers) in enumerate(zip(samples, values, strict=True), start=1):
         # A bar would begin another cell, and a line break another row.
         caption = " ".join(sample.caption.split()).replace("|", "\\|")
-        rows.append([str(number), caption, *map(format_number, values)])
+        rows.append([str(number), caption, *map(format_number, numbers)])
 
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+Parsed = TypeVar("Parsed")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -46,6 +50,16 @@ def parse_line(line: str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         return None
+
+
+def parse_lines(path: Path, parse: Callable[[str], Parsed | None]) -> Iterator[Parsed]:
+    """Yield what `parse` makes of each line; warn of those of which it makes None."""
+    for number, line in enumerate(read_lines(path), start=1):
+        parsed = parse(line)
+        if parsed is None:
+            logger.warning("%s: line %d is torn and skipped", path, number)
+        else:
+            yield parsed
 
 
 def text_between(page: str, text: str, *, start: str, end: str) -> str:

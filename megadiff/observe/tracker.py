@@ -26,9 +26,16 @@ class Tracker:
         """Write what is left. Nothing is received afterwards."""
 
 
-def reward_names(samples: Sequence[SavedSample]) -> list[str]:
-    """Return the rewards that any of the samples has, in their order."""
-    return list(dict.fromkeys(name for sample in samples for name in sample.rewards))
+def reward_table(
+    samples: Sequence[SavedSample],
+) -> tuple[list[str], list[list[float | None]]]:
+    """Return columns and a row a sample: its total, where any sample has one, and each reward."""
+    columns = list(dict.fromkeys(name for sample in samples for name in sample.rewards))
+    rows = [[sample.rewards.get(name) for name in columns] for sample in samples]
+    if any(sample.reward is not None for sample in samples):
+        columns = ["reward", *columns]
+        rows = [[sample.reward, *row] for sample, row in zip(samples, rows, strict=True)]
+    return columns, rows
 
 
 def import_for(tracker: str, module: str) -> ModuleType:

@@ -41,15 +41,15 @@ def video_size(path: Path) -> tuple[int, int] | None:
         return None
 
 
-def video_rate(path: Path) -> float:
+def video_rate(path: Path) -> Fraction:
     """Return a video's rate, FRAMES_PER_S where its file does not say. For other files as well."""
     if path.suffix != SUFFIX:
-        return FRAMES_PER_S
+        return Fraction(FRAMES_PER_S)
     with av.open(str(path)) as container:
-        return float(container.streams.video[0].average_rate or FRAMES_PER_S)
+        return container.streams.video[0].average_rate or Fraction(FRAMES_PER_S)
 
 
-def to_gif(pixels: Tensor, *, frames_per_s: float) -> bytes:
+def to_gif(pixels: Tensor, *, frames_per_s: Fraction) -> bytes:
     """Return an animated GIF of pixels, uint8 [F, H, W, 3], for viewers without a video player."""
     frames = [Image.fromarray(frame) for frame in pixels.numpy()]
     # A GIF counts hundredths of a second: rounding each frame's end keeps the rate in the mean.
@@ -68,9 +68,7 @@ def shrunk_video(path: Path, side: int) -> bytes | None:
     A damaged file gives a warning and None.
     """
     try:
-        with av.open(str(path)) as container:
-            rate = container.streams.video[0].average_rate or Fraction(FRAMES_PER_S)
-        return _encode((_shrunk(frame, side) for frame in read_frames(path)), rate)
+        return _encode((shrunk_frame(frame, side) for frame in read_frames(path)), video_rate(path))
     except (av.FFmpegError, IndexError, StopIteration) as error:
         logger.warning("%s cannot be read and is left out: %s", path, error)
         return None
@@ -83,7 +81,8 @@ def read_frames(path: Path) -> Iterator[np.ndarray]:
             yield frame.to_ndarray(format="rgb24")
 
 
-def _shrunk(frame: np.ndarray, side: int) -> np.ndarray:
+def shrunk_frame(frame: np.ndarray, side: int) -> np.ndarray:
+    """Return a frame [H, W, 3] with its longest side at most `side`."""
     image = Image.fromarray(frame)
     image.thumbnail((side, side), Image.Resampling.LANCZOS)
     return np.asarray(image)

@@ -11,8 +11,8 @@ from typing import Any
 from PIL import Image
 
 from megadiff.observe import video
-from megadiff.observe.samples import SavedSample, read_pixels, shrunk
-from megadiff.observe.tracker import Tracker, import_for, reward_names
+from megadiff.observe.samples import SavedSample, read_pixels
+from megadiff.observe.tracker import Tracker, import_for, reward_table
 
 ID_NAME = "wandb_id"
 DATA_DIR = "WANDB_DATA_DIR"
@@ -76,18 +76,15 @@ class WandbTracker(Tracker):
         return self._wandb.Image(str(sample.path), caption=caption)
 
     def _table(self, samples: Sequence[SavedSample]) -> Any:
-        """Return a row a sample. The total is left out where no sample has one."""
-        names = reward_names(samples)
-        has_total = any(sample.reward is not None for sample in samples)
-        columns = ["step", "picture", "prompt", *(["reward"] if has_total else []), *names]
-        table = self._wandb.Table(columns=[*columns, "prompt_id", "sample_index", "policy_version"])
+        """Return a row a sample: its picture, its rewards and its identity."""
+        rewards, values = reward_table(samples)
+        identity = ("prompt_id", "sample_index", "policy_version")
+        table = self._wandb.Table(columns=["step", "picture", "prompt", *rewards, *identity])
 
-        for sample in samples:
-            values = [sample.reward] if has_total else []
-            values += [sample.rewards.get(name) for name in names]
-            identity = [sample.prompt_id, sample.sample_index, sample.policy_version]
+        for sample, numbers in zip(samples, values, strict=True):
             picture = self._wandb.Image(_thumbnail(sample.path))
-            table.add_data(sample.step, picture, sample.caption, *values, *identity)
+            whose = [getattr(sample, name) for name in identity]
+            table.add_data(sample.step, picture, sample.caption, *numbers, *whose)
 
         return table
 
@@ -111,6 +108,5 @@ class WandbTracker(Tracker):
 
 def _thumbnail(path: Path) -> Image.Image:
     """Return a small picture, of a video its middle frame."""
-    frames = read_pixels(path)
-    middle = frames[len(frames) // 2][None]
-    return Image.fromarray(shrunk(middle, THUMBNAIL_SIDE)[0].numpy())
+    frames = read_pixels(path).numpy()
+    return Image.fromarray(video.shrunk_frame(frames[len(frames) // 2], THUMBNAIL_SIDE))
