@@ -260,10 +260,6 @@ def _is_object_detection(config: Any) -> bool:
 def _within(box: Tensor, image: np.ndarray) -> tuple[float, float, float, float]:
     """Clip a box to its image [H, W, 3]."""
     height, width, _ = image.shape
-    left, top, right, bottom = box.tolist()
-    return (
-        min(max(left, 0.0), width),
-        min(max(top, 0.0), height),
-        min(max(right, 0.0), width),
-        min(max(bottom, 0.0), height),
-    )
+    sides = np.clip(box.tolist(), 0.0, [width, height, width, height])
+    left, top, right, bottom = sides.tolist()
+    return left, top, right, bottom

@@ -39,7 +39,7 @@ class HttpPool:
 
     urls: the base URLs of equal servers, one or several. timeout_s: of one attempt, from the
     connection to the last byte. deadline_s: of a call, with its retries and pauses. headers: sent
-    with every call. retries: attempts that failed and were made again, so far.
+    with every call. retries: attempts that failed and were made again, since the last figures().
 
     A server that failed rests for 2 s. Then one call tries it, and the others come back once that
     one has its answer. A call that failed on one server goes to another. Environment variables that
@@ -63,7 +63,6 @@ class HttpPool:
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
         self.retries = 0
-        self._retries_told = 0
 
         self._headers = dict(headers or {})
         self._servers = {url: BoundedHttp(url, keep_alive_s=KEEP_ALIVE_S) for url in self.urls}
@@ -95,8 +94,9 @@ class HttpPool:
 
     def figures(self) -> dict[str, float]:
         """Return the retries since the last figures(), as a reward logs them."""
-        retries = self.retries - self._retries_told
-        self._retries_told += retries
+        with self._lock:
+            retries = self.retries
+            self.retries = 0
         return {"retries": float(retries)}
 
     def close(self) -> None:

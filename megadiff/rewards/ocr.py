@@ -76,9 +76,8 @@ class OcrReward(Reward):
         # An engine per thread: RapidOCR keeps the current image's preprocessing in the object.
         if not hasattr(self._local, "engine"):
             self._local.engine = _build_engine()
-        bgr = np.ascontiguousarray(
-            to_canvas(pixels)[:, :, ::-1]
-        )  # the engine expects OpenCV's order
+        # The engine expects OpenCV's order.
+        bgr = np.ascontiguousarray(to_canvas(pixels)[:, :, ::-1])
         lines, _ = self._local.engine(bgr)
         # The engine answers None where it sees no text.
         return "".join(text for _, text, _ in lines or ())
