@@ -20,6 +20,8 @@ EMBEDDING = 768
 LAYERS = 2
 CONTEXT = 77
 LOGIT_SCALE = 4.2
+MEAN = [0.5, 0.4, 0.3]
+STD = [0.2, 0.3, 0.4]
 WORDS = ("red", "blue", "cat", "dog")
 HEAD_FILE = "sac+logos+ava1-l14-linearMSE.pth"
 HEAD_SIZES = {0: (1024, 768), 2: (128, 1024), 4: (64, 128), 6: (16, 64), 7: (1, 16)}
@@ -36,7 +38,7 @@ OPEN_CLIP_CONFIG = {
         },
         "text_cfg": {"width": WIDTH, "heads": HEADS, "layers": LAYERS},
     },
-    "preprocess_cfg": {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]},
+    "preprocess_cfg": {"mean": MEAN, "std": STD},
 }
 # What transformers' tensors outside of the blocks are called in open_clip.
 _OUTSIDE = {
@@ -245,8 +247,8 @@ def write_transformers(folder: Path, state: State) -> Path:
     preprocess = {
         "size": {"shortest_edge": SIDE},
         "crop_size": {"height": SIDE, "width": SIDE},
-        "image_mean": [0.5, 0.4, 0.3],
-        "image_std": [0.2, 0.3, 0.4],
+        "image_mean": MEAN,
+        "image_std": STD,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocess))
     return folder

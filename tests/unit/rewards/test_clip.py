@@ -35,7 +35,7 @@ def tokens(*words: str) -> list[int]:
 
 
 def normalised(pixels_NHW3: np.ndarray) -> torch.Tensor:
-    values = (pixels_NHW3 / 255 - [0.5, 0.4, 0.3]) / [0.2, 0.3, 0.4]
+    values = (pixels_NHW3 / 255 - tiny_clip.MEAN) / tiny_clip.STD
     return torch.from_numpy(values).permute(0, 3, 1, 2).float()
 
 
