@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from megadiff.config.rewards import RewardConfig
 from megadiff.data.prompts import prompt_id
 from megadiff.rewards.base import RewardSample
 from megadiff.rewards.remote import TOKEN_VARIABLE
+from megadiff.rewards.score import Scorer
 from megadiff.types import Prompt, RolloutGroup, Sampling
 
 
@@ -33,6 +36,17 @@ def make_sample() -> Callable[..., RewardSample]:
         return RewardSample(pixels=pixels, prompt=_prompt(text, **fields), sample_index=0)
 
     return make
+
+
+@pytest.fixture
+def scorer() -> Iterator[Callable[..., Scorer]]:
+    """(**name=RewardConfig(...)) → Scorer, closed at the end."""
+    with ExitStack() as stack:
+
+        def make(*, num_workers: int = 2, **configs: RewardConfig) -> Scorer:
+            return stack.enter_context(closing(Scorer(configs, num_workers=num_workers)))
+
+        yield make
 
 
 @pytest.fixture

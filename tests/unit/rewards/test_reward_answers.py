@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -21,7 +20,6 @@ from megadiff.rewards.score import Scorer
 from megadiff.types import Prompt, RolloutGroup
 
 MakeGroup = Callable[..., RolloutGroup]
-HERE = "test_reward_answers"
 
 
 class NoLength(list):
@@ -85,14 +83,8 @@ class Raises(Reward):
         raise self.error("no such judge")
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classes of this file, under the name by which the config refers to them."""
-    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
-
-
 def config(class_name: str, weight: float = 1.0, **args: object) -> RewardConfig:
-    return RewardConfig(type=f"{HERE}:{class_name}", weight=weight, args=args)
+    return RewardConfig(type=f"{__name__}:{class_name}", weight=weight, args=args)
 
 
 def scored(
@@ -122,7 +114,7 @@ def test_a_column_that_the_row_lacks_is_told_with_those_that_it_has() -> None:
     assert "define validate(prompts)" in str(caught.value)
 
     # Of a reward within a reward it is told once.
-    inner = FrameReward(reward=f"{HERE}:ReadsColumn")
+    inner = FrameReward(reward=f"{__name__}:ReadsColumn")
     with pytest.raises(RewardError) as caught:
         score_checked(inner, [sample])
     assert str(caught.value).count("define validate(prompts)") == 1

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from megadiff.rewards.score import MAX_WORKERS, Scorer
 from megadiff.types import RolloutGroup
 
 MakeGroup = Callable[..., RolloutGroup]
-HERE = "test_reward_score"
 RELEASE = threading.Event()
 CALLS: list[tuple[str, int]] = []
 
@@ -73,33 +71,20 @@ class Hangs(Reward):
         return [0.0] * len(samples)
 
 
-@pytest.fixture
-def scorer() -> Iterator[Callable[..., Scorer]]:
-    """name=RewardConfig(...) → Scorer, closed at the end."""
-    made: list[Scorer] = []
+@pytest.fixture(autouse=True)
+def released(scorer: Callable[..., Scorer]) -> Iterator[None]:
+    """Calls that hang end before their scorer is closed."""
     CALLS.clear()
     RELEASE.clear()
-
-    def make(num_workers: int = 2, timeout_s: float = 20.0, **configs: RewardConfig) -> Scorer:
-        for config in configs.values():
-            config.timeout_s = timeout_s
-        made.append(Scorer(configs, num_workers=num_workers))
-        return made[-1]
-
-    yield make
+    yield
     RELEASE.set()
-    for each in made:
-        each.close()
 
 
-def config(class_name: str, weight: float = 1.0, **args: object) -> RewardConfig:
-    return RewardConfig(type=f"{HERE}:{class_name}", weight=weight, args=args)
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classes of this file, under the name by which the config refers to them."""
-    monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
+def config(
+    class_name: str, weight: float = 1.0, timeout_s: float = 20.0, **args: object
+) -> RewardConfig:
+    reward_type = f"{__name__}:{class_name}"
+    return RewardConfig(type=reward_type, weight=weight, timeout_s=timeout_s, args=args)
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 2])
@@ -108,7 +93,7 @@ def test_values_come_back_in_order_of_submission(
     scorer: Callable[..., Scorer], make_group: MakeGroup, chunk: int | None, num_workers: int
 ) -> None:
     scores = scorer(
-        num_workers,
+        num_workers=num_workers,
         value=config("Value", 0.5, samples_per_call=chunk),
         flat=config("Returns", 2.0, what="tensor"),
     )
@@ -155,7 +140,9 @@ def test_answers_that_are_not_finite_numbers(
 def test_a_failure_cancels_the_rest_and_the_scorer_lives_on(
     scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
-    scores = scorer(1, judge=config("Raises"), value=config("Value", samples_per_call=1))
+    scores = scorer(
+        num_workers=1, judge=config("Raises"), value=config("Value", samples_per_call=1)
+    )
     groups = [make_group([99] * 8, "first")] + [
         make_group([1] * 8, f"later {i}") for i in range(40)
     ]
@@ -180,7 +167,7 @@ def test_a_failure_shows_at_the_next_submit(
 def test_a_reward_that_hangs_is_named_within_its_time(
     scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
-    scores = scorer(2, 0.3, judge=config("Hangs"), value=config("Value"))
+    scores = scorer(judge=config("Hangs", timeout_s=0.3), value=config("Value"))
     started = time.monotonic()
     with pytest.raises(
         RewardError, match=r"reward 'judge' on samples 0, 1 of prompt .* longer than timeout_s=0.3"
@@ -194,7 +181,7 @@ def test_a_reward_that_hangs_is_named_within_its_time(
 def test_waiting_in_the_queue_is_not_counted(
     scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
-    scores = scorer(1, 1.0, value=config("Value", slow_s=0.1))
+    scores = scorer(num_workers=1, value=config("Value", timeout_s=1.0, slow_s=0.1))
     assert (
         scores.score([make_group([1]) for _ in range(12)])["value"].sum() == 12
     )  # 1.2 s in all, 0.1 s each
@@ -203,7 +190,7 @@ def test_waiting_in_the_queue_is_not_counted(
 def test_reset_forgets_what_was_submitted(
     scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
-    scores = scorer(1, value=config("Value"))
+    scores = scorer(num_workers=1, value=config("Value"))
     for i in range(20):
         scores.submit(make_group([i]))
     scores.reset()
@@ -218,7 +205,7 @@ def test_validate_names_the_reward(scorer: Callable[..., Scorer], make_group: Ma
 
 
 def test_close_stops_the_workers(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
-    scores = scorer(3, value=config("Value"))
+    scores = scorer(num_workers=3, value=config("Value"))
     before = set(threading.enumerate())
     scores.score([make_group([1])])
     assert len(set(threading.enumerate()) - before) == 4  # three workers, and who watches the GIL
