@@ -1,8 +1,7 @@
-"""A server of scores and of vLLM's API that fails as a test wants."""
+"""A server of scores that fails as a test wants."""
 
 from __future__ import annotations
 
-import copy
 import io
 import itertools
 import json
@@ -16,7 +15,6 @@ import numpy as np
 
 from tests.unit.process.strangers import Stranger, drip, flood, reply
 
-TOKEN_IDS = {"Yes": 1, "yes": 2, " Yes": 3, " yes": 4, "No": 5, "no": 6, " No": 7, " no": 8}
 SLOW_S = 0.3
 
 
@@ -25,16 +23,6 @@ def good_answer(path: str, body: bytes) -> Any:
     if path == "/score":
         pixels = np.load(io.BytesIO(body))["pixels"]
         return {"scores": (pixels.reshape(len(pixels), -1).mean(1) / 255).tolist()}
-    if path == "/v1/models":
-        return {"data": [{"id": "fake"}]}
-    if path == "/tokenize":
-        return {"tokens": [TOKEN_IDS.get(json.loads(body)["prompt"], 9)]}
-    if path == "/v1/chat/completions":
-        tops = [{"token": f"token_id:{number}", "logprob": -2.0} for number in range(1, 9)]
-        message = {"content": "4"}
-        return {
-            "choices": [{"message": message, "logprobs": {"content": [{"top_logprobs": tops}]}}]
-        }
     return {"ready": True}
 
 
@@ -45,13 +33,12 @@ def fault_server(
     port: int = 0,
     tls: ssl.SSLContext | None = None,
 ) -> Stranger:
-    """Spoil the first `times` requests for scores and completions, None for all of them."""
+    """Spoil the first `times` requests but those for "/", None for all of them."""
     numbers = itertools.count()
 
     def answer(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         good = good_answer(handler.path, body)
-        asked = handler.path in ("/score", "/v1/chat/completions")
-        if fault and asked and (times is None or next(numbers) < times):
+        if fault and handler.path != "/" and (times is None or next(numbers) < times):
             FAULTS[fault](handler, good)
         else:
             _say(handler, good)
@@ -97,20 +84,7 @@ def _status(status: int) -> Callable[[BaseHTTPRequestHandler, Any], None]:
 
 
 def _changed(scores: Callable[[list], list]) -> Callable[[BaseHTTPRequestHandler, Any], None]:
-    """Change the list of scores, or of the first token's log probabilities."""
-
-    def answer(handler: BaseHTTPRequestHandler, good: Any) -> None:
-        good = copy.deepcopy(good)
-        if "scores" in good:
-            good["scores"] = scores(good["scores"])
-        else:
-            content = good["choices"][0]["logprobs"]["content"][0]
-            values = scores([top["logprob"] for top in content["top_logprobs"]])
-            pairs = zip(content["top_logprobs"], values, strict=False)
-            content["top_logprobs"] = [{**top, "logprob": value} for top, value in pairs]
-        _say(handler, good)
-
-    return answer
+    return lambda handler, good: _say(handler, {"scores": scores(good["scores"])})
 
 
 FAULTS: dict[str, Callable[[BaseHTTPRequestHandler, Any], None]] = {

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,28 +36,24 @@ ROOT = Path(__file__).parents[3]
 CONTEXT = RewardContext(device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("fault", ["", "slow", "500", "half", "hang", "drip", "html"])
+@pytest.mark.parametrize("fault", ["", "half"])
 def test_faults_that_pass_change_no_score(samples, fault):
-    timeout_s = 0.5 if fault in ("hang", "drip") else 10.0
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(fault_server(fault, times=1))
-        reward = stack.enter_context(contextlib.closing(remote(server.url, timeout_s=timeout_s)))
+        reward = stack.enter_context(contextlib.closing(remote(server.url)))
         reward.open(CONTEXT)
         expected = [sample.pixels.mean() / 255 for sample in samples]
         assert score_checked(reward, samples) == expected
         # as open() asked once, and nobody else
         assert reward.figures() == {"retries": len(server.asked) - 2.0}
-        assert (len(server.asked) > 2) == (fault not in ("", "slow"))
+        assert (len(server.asked) > 2) == bool(fault)
         assert reward.figures() == {"retries": 0.0}
 
 
 @pytest.mark.parametrize(
     ("fault", "error", "text"),
     [
-        ("500", ScoreFailed, r"gave up after \d tries \(deadline_s=1\.5, .*/score answered 500"),
         ("hang", ScoreFailed, r"gave up after \d tries \(deadline_s=1\.5, .*no whole answer"),
-        ("422", ScoreFailed, r"POST http://\S+/score answered 422.*because of the fault"),
-        ("redirect", ScoreFailed, "redirects are not followed.*http://127.0.0.1:1/elsewhere"),
         ("short", WrongAnswer, "returned 3 values for 4 samples"),
         ("nan", WrongAnswer, "sample 0 .*returned nan"),
     ],
@@ -67,7 +62,7 @@ def test_faults_that_stay_are_never_a_score(samples, fault, error, text):
     call = score_checked if error is WrongAnswer else RemoteReward.score
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(fault_server(fault))
-        far = remote(server.url, timeout_s=0.4 if fault == "hang" else 1.2, deadline_s=1.5)
+        far = remote(server.url, timeout_s=0.4, deadline_s=1.5)
         reward = stack.enter_context(contextlib.closing(far))
         reward.open(CONTEXT)
         start_s = time.monotonic()
@@ -93,30 +88,6 @@ def test_the_scorer_leaves_a_failed_sample_out_or_stops(make_group, caplog):
     assert scores.isnan().nonzero().flatten().tolist() == [0, 8, 16]
     assert scores[1] == pytest.approx(10 / 255)
     assert "the server could not score 1 of 8 samples" in caplog.text
-
-
-@pytest.mark.parametrize("fault", ["hang", "dead"])
-def test_one_of_two_servers_fails(samples, fault):
-    with contextlib.ExitStack() as stack:
-        good = stack.enter_context(fault_server())
-        bad = f"http://127.0.0.1:{free_port()}"
-        if fault != "dead":
-            bad = stack.enter_context(fault_server(fault)).url
-        reward = stack.enter_context(contextlib.closing(remote([bad, good.url], timeout_s=0.5)))
-        with ThreadPoolExecutor(8) as threads:
-            answers = list(threads.map(lambda _: reward.score(samples), range(16)))
-    assert answers == [[sample.pixels.mean() / 255 for sample in samples]] * 16
-
-
-def test_a_server_may_start_late(samples):
-    port = free_port()
-    with contextlib.closing(remote(f"http://127.0.0.1:{port}")) as reward:
-        with ThreadPoolExecutor(1) as thread:
-            opened = thread.submit(reward.open, CONTEXT)
-            time.sleep(0.4)
-            with fault_server(port=port):
-                opened.result()
-                assert len(reward.score(samples)) == 4
 
 
 @pytest.mark.parametrize(

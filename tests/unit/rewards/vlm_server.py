@@ -6,15 +6,17 @@ import base64
 import io
 import json
 import math
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from tests.unit.process import strangers
+from tests.unit.process.strangers import Stranger
 
 # Digits are split off a space in front of them, as Qwen's tokenizer does.
 VOCABULARY = (
@@ -45,16 +47,16 @@ class FakeVlm:
 
     @contextmanager
     def running(self) -> Iterator[FakeVlm]:
-        handler = type("Handler", (_Handler,), {"vlm": self})
-        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        try:
+        with Stranger(self._respond) as server:
+            self.url = server.url
             yield self
-        finally:
-            server.shutdown()
-            server.server_close()
+
+    def _respond(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        if handler.path == "/v1/chat/completions" and self.fault(handler):
+            return
+        if handler.path == "/tokenize" and not self.tokenizes:
+            return reply(handler, 404, {"detail": "Not Found"})
+        reply(handler, 200, self.answer(handler.path, json.loads(body or "{}")))
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/v1/models":
@@ -102,30 +104,6 @@ def _grey_level(url: str) -> int:
     return int(pixels[0, 0, 0])
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else a body waits 40 ms for its headers' receipt
-    vlm: FakeVlm
-
-    def _respond(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        body = json.loads(self.rfile.read(length) or "{}")
-        if self.path == "/v1/chat/completions" and self.vlm.fault(self):
-            return
-        if self.path == "/tokenize" and not self.vlm.tokenizes:
-            return reply(self, 404, {"detail": "Not Found"})
-        reply(self, 200, self.vlm.answer(self.path, body))
-
-    do_GET = _respond
-    do_POST = _respond
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def reply(handler: BaseHTTPRequestHandler, status: int, answer: object) -> None:
-    body = json.dumps(answer).encode()
-    handler.send_response(status)
-    handler.send_header("Content-Length", str(len(body)))
-    handler.end_headers()
-    handler.wfile.write(body)
+    """Send an answer as JSON."""
+    strangers.reply(handler, json.dumps(answer).encode(), status=status)
