@@ -152,50 +152,41 @@ def test_what_the_user_must_give(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "dp", "text"),
+    ("override", "text"),
     [
         (
             "train.prompts_per_step=6",
-            4,
             r"train.prompts_per_step=6 is not a multiple of dp=4.*set .*=8",
         ),
         (
             "train.updates_per_step=3",
-            1,
             r"group_size=4 is not a multiple of train.updates_per_step=3.*=6",
         ),
-        ("rollout.sde_type=sde", 1, r"rollout.sde_type='sde' is not one of flow_sde"),
-        ("algorithm.group_size=1", 1, r"algorithm.group_size=1 < 2"),
-        ("optim.lr=0", 1, r"optim.lr=0.0 <= 0; set optim.lr>0"),
-        ("optim.lr=nan", 1, r"optim.lr=nan is not a finite number"),
-        ("rollout.mode=separate", 1, r"rollout.registry"),
+        ("rollout.sde_type=sde", r"rollout.sde_type='sde' is not one of flow_sde"),
+        ("algorithm.group_size=1", r"algorithm.group_size=1 < 2"),
+        ("optim.lr=0", r"optim.lr=0.0 <= 0; set optim.lr>0"),
+        ("optim.lr=nan", r"optim.lr=nan is not a finite number"),
+        ("rollout.mode=separate", r"rollout.registry"),
         (
             "train.staleness=1",
-            1,
             r"train.staleness=1 with rollout.mode=colocated.*set rollout.mode=separate, or ",
         ),
-        ("train.staleness=2", 1, r"train.staleness=2 > 1; set train.staleness<=1"),
-        ("rollout.sde_window_range=[1]", 1, r"has 1 numbers, not 2"),
-        ("rollout.ode_solver=heun", 1, r"rollout.ode_solver='heun' is not one of euler, dpm2"),
-        ("rollout.sde_window_moves=-1", 1, r"rollout.sde_window_moves=-1 < 0"),
-        ("eval.every=5", 1, r"eval.prompts is empty"),
-        ("data.prompts=''", 1, r"flow_grpo needs data.prompts"),
+        ("train.staleness=2", r"train.staleness=2 > 1; set train.staleness<=1"),
+        ("rollout.sde_window_range=[1]", r"has 1 numbers, not 2"),
+        ("rollout.ode_solver=heun", r"rollout.ode_solver='heun' is not one of euler, dpm2"),
+        ("rollout.sde_window_moves=-1", r"rollout.sde_window_moves=-1 < 0"),
+        ("eval.every=5", r"eval.prompts is empty"),
+        ("data.prompts=''", r"flow_grpo needs data.prompts"),
         (
             "optim={lr: 1.0, schedule: cosine, warmup_steps: 3}",
-            1,
             r"optim.warmup_steps=3 >= 3 optimizer steps.*set optim.warmup_steps<3, or .*=constant",
         ),
-        ("optim.schedule=step", 1, r"optim.schedule='step' is not one of constant, cosine, linear"),
-        ("algorithm.advantage=sum", 1, r"'sum' is not one of global, group, none, gdpo"),
-        ("algorithm.caption_drop=1.5", 1, r"algorithm.caption_drop=1.5 > 1"),
-        (
-            "engine.backend=deepspeed",
-            1,
-            r"engine.backend='deepspeed' is not one of veomni, megatron",
-        ),
+        ("optim.schedule=step", r"optim.schedule='step' is not one of constant, cosine, linear"),
+        ("algorithm.advantage=sum", r"'sum' is not one of global, group, none, gdpo"),
+        ("algorithm.caption_drop=1.5", r"algorithm.caption_drop=1.5 > 1"),
+        ("engine.backend=deepspeed", r"engine.backend='deepspeed' is not one of veomni, megatron"),
         (
             "parallel.tp=2",
-            1,
             (
                 r"parallel.tp=2 with engine.backend=veomni.*set parallel.tp=1, or "
                 r"engine.backend=megatron"
@@ -203,58 +194,44 @@ def test_what_the_user_must_give(tmp_path):
         ),
         (
             "engine={backend: megatron, fp8: hybrid, dtype: bfloat16}",
-            1,
             r"engine.fp8=hybrid is now engine.fp8=tensorwise; set engine.fp8=tensorwise",
         ),
-        ("engine.fp8=blockwise", 1, r"'blockwise' is not one of none, tensorwise, rowwise"),
+        ("engine.fp8=blockwise", r"'blockwise' is not one of none, tensorwise, rowwise"),
         (
             "engine={backend: megatron, fp8: rowwise, dtype: bfloat16}",
-            1,
             r"engine.fp8=rowwise with engine.backend=megatron.*set engine.fp8=tensorwise, or",
         ),
         (
             "engine={fp8: tensorwise, dtype: float32}",
-            1,
             r"engine.fp8=tensorwise with engine.dtype=float32",
         ),
-        ("rollout={sleep: true}", 1, "rollout.sleep='True' is not one of auto, always, never"),
+        ("rollout={sleep: true}", "rollout.sleep='True' is not one of auto, always, never"),
         (
             "engine.activation_memory_budget=-0.1",
-            1,
             r"engine.activation_memory_budget=-0.1 < 0; set .*>=0",
         ),
         (
             "engine.activation_memory_budget=2",
-            1,
             r"engine.activation_memory_budget=2.0 > 1; set .*<=1",
         ),
         (
             "algorithm.old_log_prob=replica",
-            1,
             r"old_log_prob='replica' is not one of rollout, recompute, auto",
         ),
-        ("lora.rank=-1", 1, r"lora.rank=-1 < 0"),
-        ("lora.rank=513", 1, r"lora.rank=513 > 512; set lora.rank<=512"),
-        ("lora={rank: 4, alpha: -8}", 1, r"lora.alpha=-8.0 < 0"),
-        ("lora={rank: 4, alpha: nan}", 1, r"lora.alpha=nan is not a finite number"),
-        ("lora.alpha=8", 1, r"lora.alpha=8.0 with lora.rank=0.*set lora.rank, or lora.alpha=0"),
-        (
-            "lora.targets=[to_q]",
-            1,
-            r"lora.targets=\['to_q'\] with lora.rank=0.*or lora.targets=\[\]",
-        ),
-        ("lora.exclude=[to_q]", 1, r"lora.exclude=\['to_q'\] with lora.rank=0"),
-        (
-            "lora.start=folder",
-            1,
-            r"lora.start=folder with lora.rank=0.*set lora.rank, or lora.start=",
-        ),
+        ("lora.rank=-1", r"lora.rank=-1 < 0"),
+        ("lora.rank=513", r"lora.rank=513 > 512; set lora.rank<=512"),
+        ("lora={rank: 4, alpha: -8}", r"lora.alpha=-8.0 < 0"),
+        ("lora={rank: 4, alpha: nan}", r"lora.alpha=nan is not a finite number"),
+        ("lora.alpha=8", r"lora.alpha=8.0 with lora.rank=0.*set lora.rank, or lora.alpha=0"),
+        ("lora.targets=[to_q]", r"lora.targets=\['to_q'\] with lora.rank=0.*or lora.targets=\[\]"),
+        ("lora.exclude=[to_q]", r"lora.exclude=\['to_q'\] with lora.rank=0"),
+        ("lora.start=folder", r"lora.start=folder with lora.rank=0.*set lora.rank, or lora.start="),
     ],
 )
-def test_rules_between_keys(base, override, dp, text):
+def test_rules_between_keys(base, override, text):
     config = load_config([base, override])
     with pytest.raises(ConfigError, match=text):
-        validate(config, dp=dp, on_policy=build_algorithm(config.algorithm).on_policy)
+        validate(config, dp=4, on_policy=build_algorithm(config.algorithm).on_policy)
 
 
 @pytest.mark.parametrize("key", ["same_noise=true", "sde_window_moves=5"])

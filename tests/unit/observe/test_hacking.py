@@ -13,7 +13,7 @@ from megadiff.observe.evaluation import (
     write_evaluation,
 )
 from megadiff.observe.hacking import signs
-from megadiff.observe.trackers import build_trackers
+from megadiff.observe.trackers import Trackers, build_trackers
 from megadiff.report.health import findings
 
 STEPS = 120
@@ -76,6 +76,10 @@ def run(
         )
         rows.append({"step": step, **row, **held})
     return rows
+
+
+def log(trackers: Trackers, row: dict) -> None:
+    trackers.log(row["step"], {key: value for key, value in row.items() if key != "step"})
 
 
 def kinds(rows, heldout=None) -> list[str]:
@@ -220,7 +224,7 @@ def test_the_log_says_it_once_when_it_begins_and_once_more_after_a_resume(tmp_pa
     rows = run(colour_entropy_bit=to(1.31, 0.1))
     with caplog.at_level(logging.WARNING), build_trackers([], tmp_path, {}) as trackers:
         for row in rows[:100]:
-            trackers.log(row["step"], {key: value for key, value in row.items() if key != "step"})
+            log(trackers, row)
     collapses = [record for record in caplog.records if "fell from" in record.getMessage()]
     assert len(collapses) == 1 and collapses[0].levelno == logging.WARNING
     begun = next(row["step"] for row in rows if "colours collapse" in kinds(rows[: row["step"]]))
@@ -234,7 +238,7 @@ def test_the_log_says_it_once_when_it_begins_and_once_more_after_a_resume(tmp_pa
         build_trackers([], tmp_path, {}, resume_step=100) as trackers,
     ):
         for row in rows[100:]:
-            trackers.log(row["step"], {key: value for key, value in row.items() if key != "step"})
+            log(trackers, row)
     assert len(caplog.records) == 1 and caplog.messages[0].startswith("step 101: Reward rose by")
     start = collapses[0].getMessage().split("fell from ")[1].split()[0]
     assert f"fell from {start} to" in caplog.messages[0]  # the run's true start, not step 101
@@ -248,6 +252,6 @@ def test_the_log_reads_the_evaluations_as_they_are_written(tmp_path, caplog):
                 write_evaluation(
                     evaluation_folder(tmp_path, row["step"]), evaluation(row["step"], rate), {}
                 )
-            trackers.log(row["step"], {key: value for key, value in row.items() if key != "step"})
+            log(trackers, row)
     assert [message.split(":")[0] for message in caplog.messages] == ["step 120"]
     assert "shapes_strict fell from 0.5 to 0.45" in caplog.messages[0]

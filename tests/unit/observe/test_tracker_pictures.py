@@ -54,6 +54,8 @@ def test_tensorboard_has_evaluation_pictures_and_a_table_of_samples(tmp_path):
     written = Image.open(io.BytesIO(image.encoded_image_string)).convert("RGB")
     assert written.tobytes() == whole.permute(1, 2, 0).contiguous().numpy().tobytes()
 
+    (grid,) = events.Images("samples")
+    assert (grid.width, grid.height) == (8 * 16 + 7 * 2, 16)
     rows = text_of(events, "samples/table").splitlines()
     assert rows[0] == "|  | prompt | reward | color | jpeg_size |"
     assert len(rows) == 2 + len(samples_of(1, num_steps=3)) and rows[2].startswith(
