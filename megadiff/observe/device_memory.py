@@ -11,7 +11,7 @@ from megadiff.observe.timers import Timers
 logger = logging.getLogger(__name__)
 
 PHASES = ("parity", "sync", "rollout", "train")  # timers' names
-PERIOD_S = 0.05  # a peak lasts, as allocators keep what they took
+PERIOD_S = 0.05
 GIB = 2**30
 
 

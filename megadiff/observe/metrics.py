@@ -23,11 +23,8 @@ Rows = Sequence[Row]
 STAGES = ("data", "rollout", "reward", "train", "sync")  # of a step, in the order in which they run
 LOSS = "loss/flow_matching"  # of supervised training, which has no reward
 TOTALS = ("mean", "std", "group_std", "zero_std_ratio")  # reward/<key> of the weighted sum
-DIVERSITY = (
-    "colour_entropy_bit",
-    "latent_spread",
-    "saturation",
-)  # eval/<key>, means over prompts and no scores
+# eval/<key>, means over prompts and no scores
+DIVERSITY = ("colour_entropy_bit", "latent_spread", "saturation")
 VERDICT_STEPS = 5  # steps averaged at each end of a run
 _KEY = re.compile(r"[a-z][a-z0-9_]*/[A-Za-z0-9_.\-]+(/[A-Za-z0-9_]+)?")
 

@@ -30,6 +30,7 @@ INDEX_NAME = "samples.jsonl"
 IMAGE_SUFFIX = ".png"
 # Frames of a video stand side by side where only images can be shown; more would be too small.
 MAX_FRAMES = 4
+GAP = 2  # pixels between the pictures of a grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +147,7 @@ def frame_strip(pixels: Tensor) -> Tensor:
     return torch.cat(list(pixels.detach().cpu()[picked]), dim=1).contiguous()
 
 
-def picture_grid(pictures: Sequence[Tensor], *, columns: int = 8, gap: int = 2) -> Tensor:
+def picture_grid(pictures: Sequence[Tensor], *, columns: int = 8) -> Tensor:
     """Return pictures [F, H, W, 3] in one image, uint8 [3, H', W'], row by row on white.
 
     All cells have the size of the largest one. Raises ValueError without pictures.
@@ -164,12 +165,12 @@ def picture_grid(pictures: Sequence[Tensor], *, columns: int = 8, gap: int = 2) 
 
     # The gap is between cells only, hence one less than cells.
     grid = torch.full(
-        (rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, dtype=torch.uint8
+        (rows * (height + GAP) - GAP, columns * (width + GAP) - GAP, 3), 255, dtype=torch.uint8
     )
 
     for number, strip in enumerate(strips):
-        top = number // columns * (height + gap)
-        left = number % columns * (width + gap)
+        top = number // columns * (height + GAP)
+        left = number % columns * (width + GAP)
         grid[top : top + strip.shape[0], left : left + strip.shape[1]] = strip
 
     # Trackers want channels first.

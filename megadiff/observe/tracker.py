@@ -26,9 +26,7 @@ class Tracker:
         """Write what is left. Nothing is received afterwards."""
 
 
-def reward_table(
-    samples: Sequence[SavedSample],
-) -> tuple[list[str], list[list[float | None]]]:
+def reward_table(samples: Sequence[SavedSample]) -> tuple[list[str], list[list[float | None]]]:
     """Return columns and a row a sample: its total, where any sample has one, and each reward."""
     columns = list(dict.fromkeys(name for sample in samples for name in sample.rewards))
     rows = [[sample.rewards.get(name) for name in columns] for sample in samples]

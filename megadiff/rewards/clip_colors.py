@@ -14,18 +14,7 @@ from torch import Tensor, nn
 from megadiff.rewards.clip_folder import load_image_processor, load_model, load_tokenizer
 from megadiff.rewards.detectors import DetectedObject
 
-COLORS = (
-    "red",
-    "orange",
-    "yellow",
-    "green",
-    "blue",
-    "purple",
-    "pink",
-    "brown",
-    "black",
-    "white",
-)
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 TEMPLATES = (
     "a photo of a {color} {label}",
     "a photo of a {color}-colored {label}",

@@ -2,8 +2,10 @@ import logging
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import synthetic_evaluation
 
 from megadiff.observe.evaluation import (
     Comparison,
@@ -150,26 +152,17 @@ def evaluation(step: int, rate: float, *, size: int = 400, flips: int = 0) -> Ev
     right = [number < rate * size for number in range(size)]
     for number in range(flips):
         right[number], right[-1 - number] = False, True
-    return Evaluation(
-        model="runs/x",
-        step=step,
-        seed=0,
-        num_inference_steps=10,
-        true_cfg_scale=1.0,
-        height=8,
-        width=8,
-        diversity={},
-        samples=[
-            EvaluatedSample(
-                prompt_id=f"{n:016x}",
-                sample_index=0,
-                caption="a circle",
-                task="single",
-                rewards={"shapes_strict": float(value)},
-            )
-            for n, value in enumerate(right)
-        ],
-    )
+    samples = [
+        EvaluatedSample(
+            prompt_id=f"{n:016x}",
+            sample_index=0,
+            caption="a circle",
+            task="single",
+            rewards={"shapes_strict": float(value)},
+        )
+        for n, value in enumerate(right)
+    ]
+    return replace(synthetic_evaluation.evaluation(0.5, step=step), samples=samples)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_video_becomes_its_first_to_last_frames_in_a_row():
 def test_the_grid_places_samples_row_by_row_on_white():
     samples = samples_of(1, num_steps=1, size=8)
     samples[1] = dataclasses.replace(samples[1], pixels=picture(0.5, sharpness=1.0, size=6))
-    grid = picture_grid([sample.pixels for sample in samples[:5]], columns=3, gap=2)
+    grid = picture_grid([sample.pixels for sample in samples[:5]], columns=3)
     assert grid.shape == (3, 18, 28) and grid.dtype == torch.uint8
     assert torch.equal(grid[:, 10:18, 0:8], samples[3].pixels[0].permute(2, 0, 1))
     assert torch.equal(grid[:, :6, 10:16], samples[1].pixels[0].permute(2, 0, 1))
