@@ -49,17 +49,13 @@ class StepProfile:
         self._on_gpu = device_type == "cuda"
         self.beside: Callable[[Path], AbstractContextManager[None]] = lambda folder: nullcontext()
 
-    def is_due(self, step: int) -> bool:
-        """Say whether this step, from 1, is to be traced."""
-        return step in self._steps
-
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """Trace the block where `step`, from 1, is due. A trace that cannot be written only warns.
+        """Trace the block for a chosen step, from 1. A trace that cannot be written only warns.
 
         Timers in the block do not count the profiler's own start and end.
         """
-        if not self.is_due(step):
+        if step not in self._steps:
             yield
             return
 
@@ -69,7 +65,7 @@ class StepProfile:
             activities.append(ProfilerActivity.CUDA)
 
         with self.beside(folder), profile(activities=activities) as trace:
-            self._timers.mark = _stage_range
+            self._timers.mark = lambda name: record_function(f"{STAGE}{name}")
             try:
                 yield
             finally:
@@ -98,7 +94,3 @@ class StepProfile:
             folder / SUMMARY,
             100 * summary.explained,
         )
-
-
-def _stage_range(name: str) -> record_function:
-    return record_function(f"{STAGE}{name}")

@@ -194,9 +194,10 @@ def test_bfloat16_is_near_float32(folder: Path, pictures: np.ndarray) -> None:
 
 def test_sizes_that_scale_to_less_than_a_pixel_are_scored(folder: Path) -> None:
     for score in ("hpsv2", "clipscore"):
+        reward = opened(folder, score)
         for shape in ((1, 1), (1, 200), (300, 2), (32, 32), (54, 32)):
             picture = np.full((1, *shape, 3), 200, np.uint8)
-            assert np.isfinite(opened(folder, score).score(samples_of(picture, "dog"))).all()
+            assert np.isfinite(reward.score(samples_of(picture, "dog"))).all()
 
 
 def test_a_long_prompt_is_refused_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
