@@ -75,13 +75,11 @@ def test_any_size_has_a_value(make_sample: MakeSample, size: int) -> None:
 
 def test_pairs_are_spread_over_the_video(make_sample: MakeSample) -> None:
     pixels = pan(1.0, num_frames=20)
-    pixels[9:11] = 0  # a cut there and back, which 3 pairs (0, 9, 18) see once
+    pixels[9:11] = 0  # a cut there and back, of which 3 pairs (0, 9, 18) see nothing
     everything, few = (
         TemporalConsistencyReward(pairs=pairs).score([make_sample(pixels)])[0] for pairs in (0, 3)
     )
-    assert everything < 0.95 and few == pytest.approx(
-        TemporalConsistencyReward(pairs=3).score([make_sample(pixels)])[0]
-    )
+    assert everything < 0.95 < few
 
 
 def test_an_image_has_no_motion(make_sample: MakeSample) -> None:
