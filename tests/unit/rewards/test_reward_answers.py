@@ -43,18 +43,28 @@ class Unprintable(Exception):
 
 
 class Answers(Reward):
-    """Answers with `value` for every sample, or with something that fails while it is read."""
+    """Answers with `value` for every sample, in some form that may fail while it is read."""
 
-    def __init__(self, *, value: float = 0.5, failure: str = "") -> None:
+    def __init__(self, *, value: float = 0.5, form: str = "list") -> None:
         self.value = value
-        self.failure = failure
+        self.form = form
 
     def score(self, samples: Sequence[RewardSample]) -> object:
-        if self.failure == "str":
+        if self.form == "str":
             raise Unprintable
         numbers = [self.value] * len(samples)
         answers = {
-            "": numbers,
+            "list": numbers,
+            "tensor": torch.tensor(numbers),
+            "numpy": np.array(numbers),
+            "scalars": [torch.tensor(self.value)] * len(samples),
+            "nan": [*numbers[1:], float("nan")],
+            "inf": [float("inf")] * len(samples),
+            "short": numbers[1:],
+            "none": None,
+            "single": self.value,
+            "string": "0" * len(samples),
+            "strings": ["0.5"] * len(samples),
             "integer": [10**5000] * len(samples),
             "fraction": [Fraction(10**400, 3)] * len(samples),
             "length": NoLength(numbers),
@@ -62,7 +72,7 @@ class Answers(Reward):
             "tolist": NoList(),
             "bytes": bytes(len(samples)),
         }
-        return answers[self.failure]
+        return answers[self.form]
 
 
 class Raises(Reward):
@@ -155,9 +165,22 @@ def test_a_failures_own_text_is_not_replaced_by_the_time_it_took(make_group: Mak
         scored([make_group([1] * 16)], timeout_s=0.5, judge=config("Raises", slow_s=0.3))
 
 
+@pytest.mark.parametrize("form", ["tensor", "numpy", "scalars"])
+def test_number_like_answers(make_group: MakeGroup, form: str) -> None:
+    result = scored([make_group([1, 2])], flat=config("Answers", form=form))
+    assert result["flat"].tolist() == [[0.5, 0.5]]
+
+
 @pytest.mark.parametrize(
-    ("failure", "words"),
+    ("form", "words"),
     [
+        ("nan", "sample 1 of prompt 'a red fox' returned nan"),
+        ("inf", "sample 0 of prompt 'a red fox' returned inf"),
+        ("short", "samples 0, 1 of prompt 'a red fox' returned 1 values for 2 samples"),
+        ("none", "returned a NoneType for 2 samples"),
+        ("single", "returned a float for 2 samples"),
+        ("string", "returned 2 values for 2 samples"),
+        ("strings", "returned '0.5'; a reward must be a finite number"),
         ("integer", "returned inf"),
         ("fraction", "returned inf"),
         ("length", "raised RuntimeError: no length"),
@@ -167,12 +190,13 @@ def test_a_failures_own_text_is_not_replaced_by_the_time_it_took(make_group: Mak
         ("bytes", "returned 2 values for 2 samples; return a list"),
     ],
 )
-def test_what_fails_beside_score_fails_at_once(
-    make_group: MakeGroup, failure: str, words: str
+def test_answers_that_are_not_finite_numbers_fail_at_once(
+    make_group: MakeGroup, form: str, words: str
 ) -> None:
     started = time.monotonic()
+    group = make_group([1, 2], "a red fox")
     with pytest.raises(RewardError) as caught:
-        scored([make_group([1, 2])], timeout_s=5.0, judge=config("Answers", failure=failure))
+        scored([group], timeout_s=5.0, judge=config("Answers", form=form))
     assert time.monotonic() - started < 4
     assert "reward 'judge' on sample" in str(caught.value)
     assert words in str(caught.value)
