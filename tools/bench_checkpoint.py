@@ -36,7 +36,7 @@ from megadiff.checkpoint import background
 from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.config.load import load_config
 from megadiff.engines import build_engine
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.types import Progress, TrainBatch

@@ -37,7 +37,7 @@ from megadiff.algorithms.flow_matching import flow_matching
 from megadiff.config.load import load_config
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
@@ -156,7 +156,7 @@ def measure(config: Config, options: argparse.Namespace) -> dict:
     }
 
 
-def compare_gradients(engine: ComponentsEngine, batch: FlowBatch) -> tuple[float, float]:
+def compare_gradients(engine: Engine, batch: FlowBatch) -> tuple[float, float]:
     """Return cosine and ratio of norms of the gradient by FP8 and by engine.dtype."""
     fp8 = gradient(engine, batch)
     (member,) = engine.members.values()
@@ -172,7 +172,7 @@ def compare_gradients(engine: ComponentsEngine, batch: FlowBatch) -> tuple[float
     return dot(fp8, plain) / (of_fp8 * of_plain), of_fp8 / of_plain
 
 
-def gradient(engine: ComponentsEngine, batch: FlowBatch) -> list[Tensor]:
+def gradient(engine: Engine, batch: FlowBatch) -> list[Tensor]:
     """Return the gradient of every weight, without an optimizer step."""
     (member,) = engine.members.values()
     rows = engine._component_rows(batch)[member.component]

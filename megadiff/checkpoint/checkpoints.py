@@ -39,7 +39,7 @@ from megadiff.checkpoint.run_folders import (
 )
 from megadiff.config.load import save_config
 from megadiff.config.schema import Config
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.observe.step_folders import is_due, step_folder, step_name
 from megadiff.parallel.collectives import (
     AgreedError,

@@ -6,7 +6,7 @@ import importlib
 from functools import partial
 
 from megadiff.config.schema import Config
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Mesh
 
@@ -19,11 +19,9 @@ def check_engine_installed(config: Config) -> None:
     importlib.import_module(f"megadiff.engines.{config.engine.backend}").check_installed(config)
 
 
-def build_engine(config: Config, mesh: Mesh, adapter: ModelAdapter) -> ComponentsEngine:
+def build_engine(config: Config, mesh: Mesh, adapter: ModelAdapter) -> Engine:
     """Build the model's engine on engine.backend with the checkpoint's weights. Collective."""
     check_engine_installed(config)
     backend = config.engine.backend
     engine_class = getattr(importlib.import_module(f"megadiff.engines.{backend}"), ENGINES[backend])
-    return ComponentsEngine(
-        config, mesh, adapter, build=partial(engine_class, config, mesh, adapter)
-    )
+    return Engine(config, mesh, adapter, build=partial(engine_class, config, mesh, adapter))

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from megadiff.config.schema import Config
-from megadiff.engines.base import Loss, NonFiniteError
 from megadiff.engines.compiling import compile_blocks
 from megadiff.engines.flat_ranges import flat_ranges, placement_of, whole_range
 from megadiff.engines.gathering import gather_flat
@@ -36,7 +35,7 @@ from megadiff.engines.lora import (
 )
 from megadiff.engines.microbatch import Batch, ComponentRows
 from megadiff.engines.optimizer import build_adamw
-from megadiff.engines.sharded import ShardedEngine, Step
+from megadiff.engines.sharded import Loss, NonFiniteError, ShardedEngine, Step
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel import megatron_cpu
 from megadiff.parallel.lora import Adapters

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megadiff.config.schema import Config
-from megadiff.engines.base import Buckets, Loss, NonFiniteError
 from megadiff.engines.gathering import GATHERED_AT_ONCE, runs
 from megadiff.engines.microbatch import (
     Batch,
@@ -36,7 +35,14 @@ from megadiff.parallel.lora import Adapters
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import is_lora
 from megadiff.sync.shared_base import SharedBase
-from megadiff.types import DTYPES, LoraSpec, Tensors
+from megadiff.types import DTYPES, LoraSpec, LossOutput, MatchInputs, StepInputs, Tensors
+
+Buckets = Iterator[list[tuple[str, Tensor]]]  # of tensors by name
+Loss = Callable[[StepInputs], LossOutput] | Callable[[MatchInputs], LossOutput]
+
+
+class NonFiniteError(FloatingPointError):
+    """Say on every rank that a loss or gradient is nan or infinite, and its weights unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +145,7 @@ class ShardedEngine(ComponentState):
         return Step(sums=sums, grad_norm=grad_norm)
 
     def buckets(self, bucket_bytes: int, groups: Collection[str] | None, *, lora: bool) -> Buckets:
-        """Give LoRA's full tensors, or else the weights, as engines.base.Engine says."""
+        """Give LoRA's full tensors, or else the weights, as Engine.named_weights says."""
         dtype = DTYPES[self.config.model.dtype]
         names = [name for name, _ in self.transformer.named_parameters() if is_lora(name) == lora]
         sent_names = self.adapter.plan.sent_names(self.component, names)

@@ -104,7 +104,7 @@ class ComponentState(ABC):
             yield
 
     def follow(self, decay: float) -> None:
-        """Move the lagging policy towards the masters; see engines.base.Engine."""
+        """Move the lagging policy towards the masters: decay · lagging + (1 − decay) · masters."""
         with self.gate.change():  # a rescue may save neither a half nor a later one
             for name, lagging in self._lagging.items():
                 lagging.lerp_(self._master(name).to(lagging.device), 1 - decay)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from megadiff.data.sampler import PromptSampler
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums, gather_json_at
 from megadiff.rewards.score import TOTAL, Scorer

@@ -21,7 +21,7 @@ from megadiff.data.images import ImageSource
 from megadiff.data.latents import encode_dataset
 from megadiff.data.sampler import PromptSampler
 from megadiff.engines import build_engine
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.observe.device_memory import DeviceMemory
 from megadiff.observe.evaluation import evaluation_folder, write_evaluation

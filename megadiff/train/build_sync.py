@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.parallel.collectives import agreed, gather_json, read_once
 from megadiff.process.identity import device_name, host_name
 from megadiff.rollout.client.fleet import Fleet

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megadiff.diffusion import sde
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.engines.microbatch import Microbatch, microbatches
 from megadiff.types import TrainBatch
 

@@ -19,7 +19,7 @@ from megadiff.algorithms import build_algorithm
 from megadiff.config.algorithm import half_clip_range
 from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.diffusion import noise, sde
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.conditioning import NEGATIVE
 from megadiff.parallel.collectives import agreed, all_reduce_max, raise_together

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megadiff.algorithms import LAGGING, OLD, REFERENCE, Algorithm
 from megadiff.config.algorithm import AlgorithmConfig
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.engines.microbatch import Batch
 from megadiff.train.rows import with_velocities
 from megadiff.types import TrainBatch

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megadiff.checkpoint.checkpoints import Checkpoints
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.observe.events import Events
 from megadiff.process.words import error_text
 from megadiff.train.board import MOST_CHARS, Board, RankState, disagreement

@@ -9,7 +9,7 @@ from pathlib import Path
 from megadiff.algorithms import Algorithm
 from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.config.schema import Config
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.observe.events import Events
 from megadiff.parallel.collectives import agreed, all_reduce_max
 from megadiff.process.garbage import FirstRounds

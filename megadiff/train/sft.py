@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megadiff.data.flow import FlowBatches
-from megadiff.engines.base import NonFiniteError
+from megadiff.engines.sharded import NonFiniteError
 from megadiff.parallel.collectives import agreed
 from megadiff.train.policies import with_other_policies
 from megadiff.train.run import RunParts

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from megadiff.engines.base import Engine, NonFiniteError
+from megadiff.engines.engine import Engine
+from megadiff.engines.sharded import NonFiniteError
 from megadiff.parallel.collectives import gather_json
 from megadiff.rewards.score import TOTAL
 from megadiff.train.sampling import Rewards

@@ -12,8 +12,9 @@ import torch
 from megadiff.algorithms import LAGGING, OLD, Algorithm
 from megadiff.algorithms.advantage import gdpo_advantages, group_advantages
 from megadiff.config.schema import Config
-from megadiff.engines.base import Engine, NonFiniteError
+from megadiff.engines.engine import Engine
 from megadiff.engines.microbatch import Batch
+from megadiff.engines.sharded import NonFiniteError
 from megadiff.parallel.collectives import all_reduce_sums, sum_tensor
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL

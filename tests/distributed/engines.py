@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from megadiff.algorithms.flow_grpo import flow_grpo
 from megadiff.config.schema import AlgorithmConfig, Config
 from megadiff.engines import build_engine
-from megadiff.engines.base import Engine
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.engines.gathering import local
 from megadiff.engines.microbatch import loss_inputs, microbatches
 from megadiff.engines.sharded import ShardedEngine
@@ -62,7 +61,7 @@ def build(
     components: tuple[str, ...] = (),
     balance: str = "share",
     algorithm: AlgorithmConfig | None = None,
-) -> ComponentsEngine:
+) -> Engine:
     """An engine of this rank.
 
     sizes: of the axes, and sequence_parallel (by default on). lora: rank and alpha. adapter: of
@@ -101,7 +100,7 @@ def build(
     )
 
 
-def only(engine: ComponentsEngine) -> ShardedEngine:
+def only(engine: Engine) -> ShardedEngine:
     """What is inside the engine of a model with one component."""
     (member,) = engine.members.values()
     return member
@@ -176,7 +175,7 @@ def group_of(batch: TrainBatch, index: int, log_probs_NW: Tensor) -> RolloutGrou
 
 
 @contextmanager
-def forwards(engine: ComponentsEngine) -> Iterator[dict[bool, list[int]]]:
+def forwards(engine: Engine) -> Iterator[dict[bool, list[int]]]:
     """Rows of each forward, by whether it has a gradient."""
     counted: dict[bool, list[int]] = {True: [], False: []}
     velocity = engine.adapter.velocity

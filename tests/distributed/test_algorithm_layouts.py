@@ -19,7 +19,7 @@ from torch import Tensor
 from examples.tiny_models.wan22 import TEXT_DIM
 from megadiff.algorithms import build_algorithm
 from megadiff.config.schema import AlgorithmConfig
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
@@ -138,7 +138,7 @@ def _worker(models: dict[str, Path], out: Path, layout: str, first: Path | None)
 
 
 def _check_resume(
-    engine: ComponentsEngine, models: dict[str, Path], case: str, layout: str, out: Path
+    engine: Engine, models: dict[str, Path], case: str, layout: str, out: Path
 ) -> None:
     """The third step of an engine that was loaded is that of the engine that was saved."""
     trained = _weights(engine)
@@ -161,7 +161,7 @@ def _check_resume(
     assert differing(out / f"{case}_end", out / f"{case}_again") == []
 
 
-def _write_figures(engine: ComponentsEngine, path: Path) -> dict[str, float]:
+def _write_figures(engine: Engine, path: Path) -> dict[str, float]:
     """Take the step after the last one, and write its figures."""
     figures = _step(engine, NUM_STEPS)
     if engine.mesh.rank == 0:
@@ -169,7 +169,7 @@ def _write_figures(engine: ComponentsEngine, path: Path) -> dict[str, float]:
     return figures
 
 
-def _engine(models: dict[str, Path], case: str, layout: str) -> ComponentsEngine:
+def _engine(models: dict[str, Path], case: str, layout: str) -> Engine:
     family, algorithm, num_updates, lora = CASES[case]
     _, backend, sizes = LAYOUTS[layout]
     adapter = {"qwen": QwenImageAdapter, "wan": WanAdapter}[family](models[family])
@@ -191,7 +191,7 @@ def _engine(models: dict[str, Path], case: str, layout: str) -> ComponentsEngine
     return engine
 
 
-def _step(engine: ComponentsEngine, step: int) -> dict[str, float]:
+def _step(engine: Engine, step: int) -> dict[str, float]:
     """Take a step with this rank's groups."""
     config = engine.config
     algorithm = build_algorithm(config.algorithm)
@@ -207,7 +207,7 @@ def _step(engine: ComponentsEngine, step: int) -> dict[str, float]:
     return figures
 
 
-def _group(engine: ComponentsEngine, index: int, num_steps: int) -> RolloutGroup:
+def _group(engine: Engine, index: int, num_steps: int) -> RolloutGroup:
     is_wan = isinstance(engine.adapter, WanAdapter)
     return noise_group(
         engine.adapter,
@@ -218,7 +218,7 @@ def _group(engine: ComponentsEngine, index: int, num_steps: int) -> RolloutGroup
     )
 
 
-def _write_steps(engine: ComponentsEngine, folder: Path) -> None:
+def _write_steps(engine: Engine, folder: Path) -> None:
     """Write each step's figures, and each optimizer step's gradients."""
     captured: dict[str, list[Shard]] = {}
     for component, member in engine.members.items():
@@ -234,7 +234,7 @@ def _write_steps(engine: ComponentsEngine, folder: Path) -> None:
     write_shards(folder, captured, rank=mesh.rank, num_files=mesh.world_size, values=values)
 
 
-def _weights(engine: ComponentsEngine) -> dict[str, Tensor]:
+def _weights(engine: Engine) -> dict[str, Tensor]:
     """Return what is trained, as it would be sent to the replicas."""
     buckets = engine.named_lora(1 << 20) if engine.lora else engine.named_weights(1 << 20)
     return dict(pair for bucket in buckets for pair in bucket)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megadiff.algorithms.flow_matching import flow_matching
 from megadiff.config.schema import Config
 from megadiff.engines import build_engine
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.types import FlowBatch, Sampling

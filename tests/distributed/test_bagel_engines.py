@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.models.bagel.adapter import BagelAdapter
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from megadiff.types import TrainBatch

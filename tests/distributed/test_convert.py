@@ -12,7 +12,7 @@ import torch
 from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.convert.command import main
 from megadiff.data.sampler import EpochOrder
-from megadiff.engines.base import Engine
+from megadiff.engines.engine import Engine
 from megadiff.types import Progress
 from tests.distributed.engines import LOSS, build, mine
 from tests.distributed.ranks import run_ranks

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megadiff.diffusion import sde
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.engines.microbatch import component_rows, loss_inputs, microbatches
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.tensors.shards import ShardFolder, write_shards
@@ -187,14 +187,14 @@ def _run_worker(model: Path, reference: Path, out: Path, layout: str) -> None:
         (out / "figures.json").write_text(json.dumps(figures))
 
 
-def _check_log_probs(engine: ComponentsEngine, expected: Tensor, windows: str) -> None:
+def _check_log_probs(engine: Engine, expected: Tensor, windows: str) -> None:
     found = log_probs(engine, _mine(engine, windows)).log_probs_NW
     size = 8 // engine.mesh.dp
     mine = expected[engine.mesh.dp_rank * size :][:size]
     torch.testing.assert_close(found, mine, rtol=0, atol=2e-6)
 
 
-def _write_gradients(engine: ComponentsEngine, windows: str, folder: Path) -> None:
+def _write_gradients(engine: Engine, windows: str, folder: Path) -> None:
     captured: dict[str, list] = {}
     for component, member in engine.members.items():
 
@@ -210,7 +210,7 @@ def _write_gradients(engine: ComponentsEngine, windows: str, folder: Path) -> No
     )
 
 
-def _idle_update(engine: ComponentsEngine) -> list[dict[str, float]]:
+def _idle_update(engine: Engine) -> list[dict[str, float]]:
     """The update of SAVED_STEP, which has no row of the high-noise expert on any rank.
 
     What has none does not move: no weight, no moment, no step count. What moved is known as
@@ -265,11 +265,11 @@ def _resume_worker(model: Path, checkpoint: Path, out: Path, layout: str) -> Non
         (out / "figures.json").write_text(json.dumps(figures))
 
 
-def _mine(engine: ComponentsEngine, windows: str) -> TrainBatch:
+def _mine(engine: Engine, windows: str) -> TrainBatch:
     return batch_of(engine.adapter, windows, engine.mesh.dp, engine.mesh.dp_rank)
 
 
-def _updates(engine: ComponentsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
+def _updates(engine: Engine, first: int, stop: int) -> Iterator[dict[str, float]]:
     for step, windows in enumerate(STEPS[first:stop], start=first):
         batch = _mine(engine, windows)
         yield engine.update(
@@ -277,7 +277,7 @@ def _updates(engine: ComponentsEngine, first: int, stop: int) -> Iterator[dict[s
         )
 
 
-def _engine(model: Path, layout: str, *, lr: float = LR) -> ComponentsEngine:
+def _engine(model: Path, layout: str, *, lr: float = LR) -> Engine:
     backend, sizes = LAYOUTS[layout]
     engine = build(
         model, sizes, backend=backend, lr=lr, microbatch_size=3, adapter=WanAdapter(model)

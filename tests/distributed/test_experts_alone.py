@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from megadiff.config.schema import AlgorithmConfig
 from megadiff.diffusion import sde
-from megadiff.engines.base import NonFiniteError
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.engines.gathering import local
 from megadiff.engines.microbatch import component_rows, microbatches
+from megadiff.engines.sharded import NonFiniteError
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.plan import LORA_B
 from megadiff.tensors.shards import ShardFolder
@@ -92,7 +92,7 @@ def _check_offloaded(model: Path, batch: TrainBatch, out: Path, backend: str) ->
     assert figures[0] == figures[1]
 
 
-def _all_moments_rest(engine: ComponentsEngine) -> bool:
+def _all_moments_rest(engine: Engine) -> bool:
     moments = [moment for member in engine.members.values() for _, _, moment in member._moments()]
     return bool(moments) and all(moment.untyped_storage().nbytes() == 0 for moment in moments)
 
@@ -280,7 +280,7 @@ def _check_lagging(model: Path, batch: TrainBatch, out: Path, backend: str) -> N
     assert not following.is_alive() and _lags(both) == []
 
 
-def _lags(engine: ComponentsEngine) -> list[str]:
+def _lags(engine: Engine) -> list[str]:
     """Return the components whose lagging weights are not the trained ones."""
     return [
         component

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from tests.distributed.engines import LOSS, build, differing, mine, only
 from tests.distributed.ranks import run_ranks
 
@@ -20,12 +20,12 @@ SCALINGS = ("tensorwise", "rowwise")
 LAYOUTS = {"dp2": {}, "sp2": {"sp": 2}}
 
 
-def _engine(model: Path, fp8: str, **options: object) -> ComponentsEngine:
+def _engine(model: Path, fp8: str, **options: object) -> Engine:
     sizes = options.pop("sizes", {})
     return build(model, sizes, backend="veomni", dtype="bfloat16", fp8=fp8, **options)
 
 
-def _measured(engine: ComponentsEngine) -> dict[str, Tensor]:
+def _measured(engine: Engine) -> dict[str, Tensor]:
     """Return velocities of this rank's rows, and the whole gradient of one update as a vector."""
     gradients: list[Tensor] = []
 
@@ -70,7 +70,7 @@ def _alone_worker(model: Path, folder: Path) -> None:
     save_file(_sent(plain), folder / "later_none.safetensors")
 
 
-def _sent(engine: ComponentsEngine) -> dict[str, Tensor]:
+def _sent(engine: Engine) -> dict[str, Tensor]:
     """Return what a push would send."""
     return {name: tensor for bucket in engine.named_weights(1 << 30) for name, tensor in bucket}
 

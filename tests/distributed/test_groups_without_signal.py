@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megadiff.algorithms import build_algorithm
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.tensors.shards import ShardFolder
 from megadiff.train import selection
@@ -99,9 +99,7 @@ def _worker(model: Path, out: Path, case: Case, backend: str) -> None:
     )
 
 
-def _update(
-    engine: ComponentsEngine, batch: TrainBatch, rewards_PG: torch.Tensor
-) -> dict[str, float]:
+def _update(engine: Engine, batch: TrainBatch, rewards_PG: torch.Tensor) -> dict[str, float]:
     engine.config.algorithm.group_size, engine.config.train.updates_per_step = 2, UPDATES
     for member in engine.members.values():
         for group in member.optimizer.param_groups:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from megadiff.config.schema import LoraConfig as LoraKeys
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.engines.lora import lora_values
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.qwen_image.plan import PLAN
@@ -218,7 +218,7 @@ def _run_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> None:
         (out / "figures.json").write_text(json.dumps(figures))
 
 
-def _check_start(engine: ComponentsEngine, tiny_model: Path) -> None:
+def _check_start(engine: Engine, tiny_model: Path) -> None:
     """A is what every layout draws, B is 0, and so the adapter changes nothing yet: not one bit."""
     spec, shapes = _lora(tiny_model)
     assert engine.lora == spec
@@ -231,7 +231,7 @@ def _check_start(engine: ComponentsEngine, tiny_model: Path) -> None:
     assert torch.equal(policy.means_NWLC, reference.means_NWLC)
 
 
-def _check_end(engine: ComponentsEngine, tiny_model: Path, end: ShardFolder, layout: str) -> None:
+def _check_end(engine: Engine, tiny_model: Path, end: ShardFolder, layout: str) -> None:
     """Everything is where it belongs: LoRA tensors whole on every rank, the base as it was and
     equal to the reference.
     """
@@ -427,7 +427,7 @@ def _start_worker(tiny_model: Path, out: Path, layout: str) -> None:
     assert figures[0] == figures[1]
 
 
-def _updates(engine: ComponentsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
+def _updates(engine: Engine, first: int, stop: int) -> Iterator[dict[str, float]]:
     """In several microbatches and in one by turns: gradients are reduced after the last, whichever
     it is.
     """
@@ -440,11 +440,11 @@ def _tensors(buckets: Iterator[list[tuple[str, Tensor]]]) -> dict[str, Tensor]:
     return dict(pair for bucket in buckets for pair in bucket)
 
 
-def _trainer(tiny_model: Path, layout: str) -> ComponentsEngine:
+def _trainer(tiny_model: Path, layout: str) -> Engine:
     return _engine(tiny_model, layout, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM)
 
 
-def _engine(tiny_model: Path, layout: str, **options: object) -> ComponentsEngine:
+def _engine(tiny_model: Path, layout: str, **options: object) -> Engine:
     backend, _, sizes, budget = LAYOUTS[layout]
     return build(
         tiny_model,

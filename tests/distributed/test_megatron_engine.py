@@ -18,8 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megadiff.engines.base import Engine
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from megadiff.train.log_probs import log_probs
@@ -94,7 +93,7 @@ def _gradient_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None
     _check_broken_gradient(engine)
 
 
-def _check_named_weights(engine: ComponentsEngine, tiny_model: Path) -> None:
+def _check_named_weights(engine: Engine, tiny_model: Path) -> None:
     source = load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors")
     stock_order = [
         f"transformer.{name}" for name, _ in engine.adapter.empty_transformer().named_parameters()
@@ -115,7 +114,7 @@ def _check_named_weights(engine: ComponentsEngine, tiny_model: Path) -> None:
         tensor.zero_()  # the receiver's own
 
 
-def _check_reference(engine: ComponentsEngine) -> None:
+def _check_reference(engine: Engine) -> None:
     batch = mine(engine, 1.0)
     start = log_probs(engine, batch)
     for _ in range(2):
@@ -130,7 +129,7 @@ def _check_reference(engine: ComponentsEngine) -> None:
         assert torch.equal(log_probs(engine, batch).log_probs_NW, policy.log_probs_NW)
 
 
-def _check_broken_gradient(engine: ComponentsEngine) -> None:
+def _check_broken_gradient(engine: Engine) -> None:
     """One rank's gradient is not finite: all ranks raise, nothing changes, and the next update is
     sound.
     """
@@ -336,7 +335,7 @@ def _emptied_worker(tiny_model: Path, out: Path, sizes: dict[str, int]) -> None:
         assert differing(out / f"{dtype}_emptied", out / f"{dtype}_kept") == []
 
 
-def _with_main_grad(engine: ComponentsEngine) -> list[Tensor]:
+def _with_main_grad(engine: Engine) -> list[Tensor]:
     return [
         parameter
         for parameter in only(engine).transformer.parameters()
@@ -344,14 +343,14 @@ def _with_main_grad(engine: ComponentsEngine) -> list[Tensor]:
     ]
 
 
-def _buffer_bytes(engine: ComponentsEngine) -> list[int]:
+def _buffer_bytes(engine: Engine) -> list[int]:
     """Distinct sizes of the storages under the gradients of all parameters."""
     return sorted(
         {parameter.main_grad.untyped_storage().nbytes() for parameter in _with_main_grad(engine)}
     )
 
 
-def _updates(engine: ComponentsEngine, first: int, stop: int) -> Iterator[dict[str, float]]:
+def _updates(engine: Engine, first: int, stop: int) -> Iterator[dict[str, float]]:
     """In several microbatches and in one by turns: gradients are reduced after the last, whichever
     it is.
     """
@@ -365,11 +364,11 @@ def _write_figures(out: Path, engine: Engine, figures: list[dict[str, float]]) -
         (out / "figures.json").write_text(json.dumps(figures))
 
 
-def _trainer(tiny_model: Path, sizes: Mapping[str, int], backend: str) -> ComponentsEngine:
+def _trainer(tiny_model: Path, sizes: Mapping[str, int], backend: str) -> Engine:
     return _engine(
         tiny_model, sizes, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM, backend=backend
     )
 
 
-def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ComponentsEngine:
+def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> Engine:
     return build(tiny_model, sizes, **{"backend": "megatron", **options})

@@ -16,7 +16,7 @@ from torch import Tensor
 from examples.tiny_models import z_image
 from megadiff.config.schema import Config, LoraConfig
 from megadiff.engines import build_engine
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.planner import engine_memory
@@ -177,13 +177,13 @@ def _measure(
     (out / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(measured))
 
 
-def _gradients(engine: ComponentsEngine) -> list[Tensor]:
+def _gradients(engine: Engine) -> list[Tensor]:
     parameters = list(only(engine).transformer.parameters())
     found = [p.main_grad for p in parameters if hasattr(p, "main_grad")]
     return found + list(_plain(p.grad for p in parameters if p.grad is not None))
 
 
-def _host_pieces(engine: ComponentsEngine) -> int:
+def _host_pieces(engine: Engine) -> int:
     """Sum averages that are on the host even on GPUs: of frozen weights under bfloat16."""
     if engine.config.engine.backend == "veomni" or engine.config.engine.dtype == "float32":
         return 0

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megadiff.config.schema import LoraConfig
-from megadiff.engines.base import NonFiniteError
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.engines.gate import StepGate
 from megadiff.engines.gathering import local
 from megadiff.engines.offload import Place
+from megadiff.engines.sharded import NonFiniteError
 from megadiff.parallel.mesh import Layout
 from megadiff.planner.engine_memory import STEP_COUNTER, Placing, static_bytes
 from megadiff.planner.memory_plan import model_shape
@@ -66,7 +66,7 @@ def _worker(model: Path, out: Path, backend: str) -> None:
     _check_rescue(kept, moved, out)
 
 
-def _check_freed(kept: ComponentsEngine, moved: ComponentsEngine, backend: str) -> None:
+def _check_freed(kept: Engine, moved: Engine, backend: str) -> None:
     """Both after one update: what is on the device, storage by storage."""
     assert _place(moved) is Place.HOST  # a checkpoint's moments could not wait on the device
     batch = mine(kept)
@@ -92,7 +92,7 @@ def _check_freed(kept: ComponentsEngine, moved: ComponentsEngine, backend: str) 
     assert planned - counters <= int(found) <= planned, (int(found), planned)
 
 
-def _step(engine: ComponentsEngine, step: int) -> str:
+def _step(engine: Engine, step: int) -> str:
     """Make a step as the loop does, and return all that it shows, as text."""
     batch = mine(engine)
     engine.offload()
@@ -106,7 +106,7 @@ def _step(engine: ComponentsEngine, step: int) -> str:
     return json.dumps(seen)
 
 
-def _skipped_batch(engine: ComponentsEngine) -> str:
+def _skipped_batch(engine: Engine) -> str:
     """Step over a batch between two others; the state is then still on its way."""
     batch = mine(engine)
     engine.offload()
@@ -120,7 +120,7 @@ def _skipped_batch(engine: ComponentsEngine) -> str:
     return json.dumps([_sent(engine), engine.update(batch, LOSS), _sent(engine)])
 
 
-def _other_policy(engine: ComponentsEngine, name: str) -> str:
+def _other_policy(engine: Engine, name: str) -> str:
     """Use other weights, begun while state leaves and while it is on the host."""
     engine.offload(waits=False)
     seen = []
@@ -133,7 +133,7 @@ def _other_policy(engine: ComponentsEngine, name: str) -> str:
     return json.dumps(seen)
 
 
-def _check_rescue(kept: ComponentsEngine, moved: ComponentsEngine, out: Path) -> None:
+def _check_rescue(kept: Engine, moved: Engine, out: Path) -> None:
     """A rescue's thread saves the policy wherever the state is, and inside averaged()."""
     kept.save(out / "whole")
     moves = {
@@ -154,7 +154,7 @@ def _check_rescue(kept: ComponentsEngine, moved: ComponentsEngine, out: Path) ->
     assert differing(out / "whole", out / "averaged") == []
 
 
-def _save_as_a_rescue(engine: ComponentsEngine, folder: Path) -> None:
+def _save_as_a_rescue(engine: Engine, folder: Path) -> None:
     thread = threading.Thread(target=engine.save_now, args=(folder, 10.0))
     thread.start()
     thread.join()
@@ -164,21 +164,21 @@ def _save_as_a_rescue(engine: ComponentsEngine, folder: Path) -> None:
     only(engine).gate = engine.gate
 
 
-def _sent(engine: ComponentsEngine) -> dict[str, str]:
+def _sent(engine: Engine) -> dict[str, str]:
     """Return the fingerprints of what a push would send."""
     tensors = {name: tensor for bucket in engine.named_weights(1 << 20) for name, tensor in bucket}
     return fingerprints(tensors)
 
 
-def _place(engine: ComponentsEngine) -> Place:
+def _place(engine: Engine) -> Place:
     return only(engine)._on_host._place
 
 
-def _expected(engine: ComponentsEngine, place: Place) -> Place:
+def _expected(engine: Engine, place: Place) -> Place:
     return place if engine.config.engine.offload == "always" else Place.DEVICE
 
 
-def _device_bytes(engine: ComponentsEngine) -> int:
+def _device_bytes(engine: Engine) -> int:
     """Sum the distinct storages of all tensors of an engine that would be on a GPU."""
     member = only(engine)
     held = [*member.transformer.parameters(), *member._optimized.values()]

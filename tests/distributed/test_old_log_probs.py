@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megadiff.algorithms import build_algorithm
 from megadiff.algorithms.advantage import group_advantages
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.parallel.collectives import sum_tensor
@@ -69,7 +69,7 @@ def _worker(model: Path, out: Path, name: str) -> None:
         dist.barrier()
 
 
-def _engine(model: Path, name: str, num_updates: int) -> ComponentsEngine:
+def _engine(model: Path, name: str, num_updates: int) -> Engine:
     adapter = WanAdapter(model) if name.startswith("experts") else QwenImageAdapter(model)
     engine = build(
         model,
@@ -94,7 +94,7 @@ def _engine(model: Path, name: str, num_updates: int) -> ComponentsEngine:
     return engine
 
 
-def _groups(engine: ComponentsEngine) -> list[RolloutGroup]:
+def _groups(engine: Engine) -> list[RolloutGroup]:
     """This rank's, as if replicas had recorded log_probs that are ABOVE_W the trainer's."""
     is_pair = len(engine.members) > 1
     batch = batch_of(engine.adapter, "apart", 2, engine.mesh.dp_rank) if is_pair else mine(engine)
@@ -102,7 +102,7 @@ def _groups(engine: ComponentsEngine) -> list[RolloutGroup]:
     return [group_of(batch, index, recorded_NW) for index in range(len(REWARDS_PG))]
 
 
-def _update_own(engine: ComponentsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
+def _update_own(engine: Engine, groups: list[RolloutGroup]) -> dict[str, float]:
     config, num_updates = engine.config, engine.config.train.updates_per_step
     with forwards(engine) as counted:
         figures, _ = update(
@@ -121,7 +121,7 @@ def _update_own(engine: ComponentsEngine, groups: list[RolloutGroup]) -> dict[st
     return figures
 
 
-def _update_before(engine: ComponentsEngine, groups: list[RolloutGroup]) -> dict[str, float]:
+def _update_before(engine: Engine, groups: list[RolloutGroup]) -> dict[str, float]:
     """Old log_probs of all rows from one pass over the batch, in other microbatches than those of
     the updates.
     """

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.engines.gathering import local
 from megadiff.engines.microbatch import cut_rows
 from megadiff.models.registry import build_adapter
@@ -111,7 +111,7 @@ def _kept_bytes(transformer: nn.Module) -> Iterator[list[int]]:
         yield sizes
 
 
-def _update(engine: ComponentsEngine) -> tuple[dict[str, Tensor], tuple[int, ...], int]:
+def _update(engine: Engine) -> tuple[dict[str, Tensor], tuple[int, ...], int]:
     """(name → this rank's piece of the gradient, forwards of each block, microbatches) of one
     update.
     """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megadiff.checkpoint.checkpoints import Checkpoints
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.tensors.snapshot import Snapshot
 from megadiff.train.board import Board
 from megadiff.train.rescue import Rescue
@@ -160,14 +160,14 @@ def _folders(checkpoints: Checkpoints) -> list[str]:
     )
 
 
-def _engine(model: Path) -> ComponentsEngine:
+def _engine(model: Path) -> Engine:
     """Build an engine whose policy, average and reference are three different things."""
     engine = build(model, {}, backend="veomni", keep_reference=True, average_decay=0.25)
     engine.update(mine(engine), LOSS)
     return engine
 
 
-def _run(engine: ComponentsEngine, folder: Path) -> tuple[Checkpoints, Rescue]:
+def _run(engine: Engine, folder: Path) -> tuple[Checkpoints, Rescue]:
     """Return checkpoints and rescue of a run that has just finished its first step."""
     checkpoints = Checkpoints(folder, engine.config, engine.mesh)
     progress = Progress()
@@ -186,7 +186,7 @@ def _load(checkpoints: Checkpoints, model: Path, *, step: int = 1) -> dict[str, 
     return _weights(resumed)
 
 
-def _weights(engine: ComponentsEngine) -> dict[str, Tensor]:
+def _weights(engine: Engine) -> dict[str, Tensor]:
     return {
         name: tensor.clone() for bucket in engine.named_weights(1 << 20) for name, tensor in bucket
     }

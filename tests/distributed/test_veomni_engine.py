@@ -22,9 +22,8 @@ from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadiff.engines.base import Engine
 from megadiff.engines.compiling import VARIANTS
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.engines.microbatch import microbatches
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.train.log_probs import log_probs
@@ -359,7 +358,7 @@ def _dump(engine: Engine, file: Path, metrics: Mapping[str, float] | None = None
         save_file(values, file)
 
 
-def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> ComponentsEngine:
+def _engine(tiny_model: Path, sizes: Mapping[str, int], **options: object) -> Engine:
     return build(tiny_model, sizes, backend="veomni", microbatch_size=3, **options)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from examples.tiny_models.wan22 import TEXT_DIM
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.types import Sampling, TrainBatch
 
@@ -68,7 +68,7 @@ def batch_of(adapter: WanAdapter, windows: str, dp: int = 1, dp_rank: int = 0) -
     )
 
 
-def held(engine: ComponentsEngine, component: str) -> dict[str, Tensor]:
+def held(engine: Engine, component: str) -> dict[str, Tensor]:
     """All that a checkpoint would have of it, and what forward uses."""
     pieces = engine.members[component].shards()
     held = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import megadiff.train.build as build
 from megadiff.data.flow import FlowBatches
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.engines.sharded import ShardedEngine
 from megadiff.rewards.score import Scorer
 from megadiff.rollout.client.fleet import Fleet
@@ -28,7 +28,7 @@ STAGES: dict[str, tuple[object, str, int]] = {  # where, what is called, at whic
     "train": (ShardedEngine, "_backward", 2),
     "sync": (WeightSync, "push", 2),  # the first is the gate's
     "evaluation": (build, "evaluate", 1),
-    "checkpoint": (ComponentsEngine, "snapshot", 1),
+    "checkpoint": (Engine, "snapshot", 1),
     "images": (FlowBatches, "__next__", 3),
 }
 

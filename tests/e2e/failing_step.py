@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from megadiff.engines.components import ComponentsEngine
+from megadiff.engines.engine import Engine
 from megadiff.engines.sharded import ShardedEngine
 from megadiff.rewards.base import Reward
 
@@ -68,13 +68,13 @@ class FailingStep(Reward):
 
         ShardedEngine._backward = backward
         if self.slow_save_s:
-            stock_save = ComponentsEngine.save_now
+            stock_save = Engine.save_now
 
             def save_now(engine, *arguments):
                 time.sleep(self.slow_save_s)
                 return stock_save(engine, *arguments)
 
-            ComponentsEngine.save_now = save_now
+            Engine.save_now = save_now
 
 
 FAULTS = {"out_of_memory": out_of_memory, "library_error": library_error}

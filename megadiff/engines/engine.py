@@ -1,4 +1,4 @@
-"""The engine of a model: one ShardedEngine for each trained component.
+"""All that a training loop knows of an engine: one ShardedEngine for each component of the model.
 
 A row of a batch belongs to the component in charge of its sigma. Components work one after another,
 each on its own rows, in the same order on every rank. A component without training samples on any
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from megadiff.config.schema import Config
-from megadiff.engines.base import Buckets, Loss, NonFiniteError
 from megadiff.engines.gate import StepGate
 from megadiff.engines.lora import check_lora, lora_values
 from megadiff.engines.microbatch import Batch, ComponentRows, component_rows, cut_rows
 from megadiff.engines.offload import check_free, offloads
-from megadiff.engines.sharded import ShardedEngine, Step
+from megadiff.engines.sharded import Buckets, Loss, NonFiniteError, ShardedEngine, Step
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import agreed, all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
@@ -32,8 +31,15 @@ from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import Figures, FlowBatch, LoraSpec
 
 
-class ComponentsEngine:
-    """Fulfil engines.base.Engine. members: component → its engine, in the model's order.
+class Engine:
+    """Own the policy's weights and optimizer on this rank.
+
+    Every method is collective, but for those that say so: all ranks call it, in the same order.
+    config, mesh, adapter: what it was built from.
+    members: component → its engine, in the model's order.
+    gate: counts optimizer steps and can hold them up.
+    changed: components that an update has changed since mark_pushed(), all of them at the start;
+    the same on every rank.
 
     With engine.offload, what only an update needs waits on the host: AdamW's moments, the running
     average, under Megatron the masters too. Of several members one at most has it on the
@@ -49,6 +55,7 @@ class ComponentsEngine:
         build: Callable[[str], ShardedEngine],
     ) -> None:
         """Build all members. build: component → its engine, with the checkpoint's weights."""
+        # not the loop's to pass along: it cannot train by another config than it was built from
         self.config = config
         self.mesh = mesh
         self.adapter = adapter
@@ -75,15 +82,22 @@ class ComponentsEngine:
 
     @property
     def lora(self) -> LoraSpec | None:
-        """The low-rank adapters beside frozen weights, the same for all components."""
+        """What is trained beside frozen weights, the same for all components; None without LoRA."""
         return self.members[self.adapter.components[0]].lora
 
     @property
     def shared_base(self) -> SharedBase | None:
-        """LoRA's frozen weights, where replicas map them; only a model of one component has any."""
+        """LoRA's frozen weights where replicas map them, else None.
+
+        Only a model of one component has any.
+        """
         return self.members[self.adapter.components[0]].shared_base
 
     def velocities(self, batch: Batch) -> Tensor:
+        """Return the current policy's velocity of each row, without gradient.
+
+        [R, L, C] float32 on the CPU.
+        """
         self._offload_idle()
         latents = batch.latents_NLC if isinstance(batch, FlowBatch) else batch.latents_NSLC
         velocities_RLC = torch.empty(batch.num_rows, *latents.shape[-2:])
@@ -93,8 +107,10 @@ class ComponentsEngine:
         return velocities_RLC
 
     def update(self, batch: Batch, loss: Loss) -> Figures:
-        """Update the trained components in turn. Return global figures.
+        """Make one optimizer step of each trained component in turn, over the whole batch.
 
+        Returns global figures: `optim/grad_norm` (before clipping), `optim/lr`, and the loss's own
+        sums, each divided by batch.denominator. The gradient is the same for every layout.
         Raises NonFiniteError on every rank when a component's loss or gradient is not finite. Its
         weights were left as they were. With optim.skip_nonfinite the others have made their steps.
         """
@@ -144,9 +160,18 @@ class ComponentsEngine:
     def named_weights(
         self, bucket_bytes: int, components: Collection[str] | None = None
     ) -> Buckets:
+        """Give full tensors under diffusers names with the component in front (`transformer.…`).
+
+        They are in the rollout dtype, in buckets of at most bucket_bytes (one tensor may be
+        larger), in the same order on every rank. All ranks iterate to the end. With LoRA these are
+        the frozen weights without it. Weights that the plan freezes have `~frozen` behind the
+        component (ParallelPlan.sent_names). components: whose to give, as they stand in front of
+        the names; None gives all.
+        """
         return self._buckets(bucket_bytes, components, lora=False)
 
     def named_lora(self, bucket_bytes: int, components: Collection[str] | None = None) -> Buckets:
+        """Give `transformer.<module>.lora_{A,B}.weight` likewise, unscaled; none without LoRA."""
         return self._buckets(bucket_bytes, components, lora=True)
 
     def _buckets(
@@ -157,10 +182,15 @@ class ComponentsEngine:
             yield from member.buckets(bucket_bytes, components, lora=lora)
 
     def mark_pushed(self) -> None:
+        """Note that replicas hold all weights as they are now: empty `changed`."""
         self.changed.clear()
 
     @contextmanager
     def reference(self) -> Iterator[None]:
+        """Let velocities() answer for the reference policy within the context.
+
+        That is the weights at step 0, or with LoRA the frozen ones, its adapters switched off.
+        """
         with ExitStack() as stack:
             for member in self.members.values():
                 stack.enter_context(member.reference())
@@ -168,11 +198,13 @@ class ComponentsEngine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
+        """Use the running average (algorithm.ema_decay), if there is one, within the context."""
         with self._replaced(ShardedEngine.averaged, self.config.algorithm.ema_decay > 0):
             yield
 
     @contextmanager
     def lagging(self) -> Iterator[None]:
+        """Use the lagging policy (algorithm.lagging_decay), if there is one, within the context."""
         with self._replaced(ShardedEngine.lagging, self.config.algorithm.lagging_decay > 0):
             yield
 
@@ -197,16 +229,18 @@ class ComponentsEngine:
 
     @property
     def num_updates(self) -> int:
+        """Count optimizer steps since step 0 of the run: those of the component with the most."""
         return max(member.num_updates for member in self.members.values())
 
     def follow(self, decay: float) -> None:
+        """Move the lagging policy: decay · lagging + (1 − decay) · weights. 0 copies them."""
         for member in self.members.values():
             member.follow(decay)
 
     def snapshot(self) -> Snapshot:
-        """Return this rank's shards of the float32 weights and AdamW's moments.
+        """Return this rank's shards of the float32 weights and AdamW's moments, where they are.
 
-        What several ranks hold is the first one's.
+        What several ranks hold is the first one's. Not collective.
         """
         shards: dict[str, list[Shard]] = {}
         for member in self.members.values():
@@ -220,11 +254,15 @@ class ComponentsEngine:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the snapshot, one file a rank."""
+        """Write the snapshot, one file a rank. Not collective."""
         self.snapshot().write(folder)
 
     def save_now(self, folder: Path, timeout_s: float) -> None:
-        """Save from a rescue's thread; see engines.base.Engine."""
+        """Write the snapshot, from another thread and without collectives.
+
+        Nothing changes any more after it. Raises TimeoutError when a change that is on does not
+        end within timeout_s.
+        """
         self.gate.end(timeout_s)
         if self.gate.is_torn:
             raise RuntimeError("an optimizer step broke off half-way: the weights are of no policy")
@@ -235,7 +273,7 @@ class ComponentsEngine:
             self.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Read what snapshots wrote under any layout, without collectives."""
+        """Read what snapshots wrote under any layout and world size. Not collective."""
         source = ShardFolder(folder)
         check_lora(source, self.lora)
         for member in self.members.values():
@@ -248,7 +286,11 @@ class ComponentsEngine:
             self.shared_base.close()
 
     def offload(self, *, waits: bool = True) -> None:
-        """Free what updates need of the accelerator; see engines.base.Engine. Collective."""
+        """Move what only updates need to host memory, where engine.offload says so.
+
+        The next update brings it back, beside its first forward and backward. waits: until the
+        accelerator's memory is free; else that is begun beside other work.
+        """
         if self._offloads:
             for member in self.members.values():
                 member.offload(waits=waits)
