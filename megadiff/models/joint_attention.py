@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megadiff.parallel.attention import TokenAxes
+if TYPE_CHECKING:  # needs megatron-core, which a whole module does not
+    from megadiff.parallel.attention import TokenAxes
 
 # layers of query, key and value, then the norms of query and key
 TEXT = ("add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k")

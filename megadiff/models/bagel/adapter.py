@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from megadiff.models.pipeline_folder import Index
 from megadiff.models.vae import to_uint8
 from megadiff.tensors.model_files import ROOT_FILE, open_weights, read_json
 from megadiff.types import Sampling, Tensors
-
-if TYPE_CHECKING:
-    from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 FLOW_SHIFT = 3.0  # BagelPipeline's timestep_shift for images
 # sigmas above which BagelPipeline guides, by its own default
@@ -55,6 +52,7 @@ class BagelAdapter(ImageFamily):
     stage_class = "BagelPipeline"
     num_end_marks = NUM_MARKS
     plan = PLAN
+    attention = staticmethod(BagelAttention)
     # the decoder of FLUX.1, whose last levels have 128 channels
     decoding = Decoding(pixels={"cpu": 2**16, "cuda": 2**20}, bytes_per_pixel=2560)
     max_prompt_tokens = 1024
@@ -117,9 +115,6 @@ class BagelAdapter(ImageFamily):
     def empty_transformer(self, component: str = "transformer") -> BagelTransformer:
         with torch.device("meta"):
             return BagelTransformer(self.sizes)
-
-    def attention(self, tokens: TokenAxes) -> TokenAttention:
-        return BagelAttention(tokens)
 
     def static_shift(self) -> float:
         return FLOW_SHIFT  # T steps are BagelPipeline's num_timesteps = T + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,15 +14,13 @@ from megadiff.diffusion.schedule import qwen_image_shift, qwen_image_sigmas
 from megadiff.models.adapter import Images
 from megadiff.models.image_family import ImageFamily
 from megadiff.models.packing import PATCH
+from megadiff.models.qwen_image.attention import QwenImageAttention
 from megadiff.models.qwen_image.plan import PLAN, SERVED_NAMES
 from megadiff.models.qwen_image.rotary import rotate_in_real
 from megadiff.models.qwen_image.streams import keep_streams_in_float32
 from megadiff.models.qwen_image.vae import convolve_single_frames_in_2d
 from megadiff.models.served_names import ServedNames
 from megadiff.types import Sampling, Tensors
-
-if TYPE_CHECKING:
-    from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 
 class QwenImageAdapter(ImageFamily):
@@ -34,6 +32,7 @@ class QwenImageAdapter(ImageFamily):
     transformer_class = "QwenImageTransformer2DModel"
     rollout_pipeline = "megadiff.models.qwen_image.pipeline:QwenImageRolloutPipeline"
     plan = PLAN
+    attention = staticmethod(QwenImageAttention)
     served_names: ClassVar[ServedNames | None] = SERVED_NAMES
     guidance_keys = ("true_cfg_scale",)
     veomni_splits_tokens = True
@@ -56,11 +55,6 @@ class QwenImageAdapter(ImageFamily):
 
     def check_float32_streams(self) -> None:
         """They can be kept."""
-
-    def attention(self, tokens: TokenAxes) -> TokenAttention:
-        from megadiff.models.qwen_image.attention import QwenImageAttention
-
-        return QwenImageAttention(tokens)
 
     def schedule(self, sampling: Sampling) -> Tensor:
         """Return [T+1] float32 sigmas. Raises ValueError without scheduler_config.json."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from megadiff.diffusion.schedule import static_shift
 from megadiff.models.adapter import Images
 from megadiff.models.image_family import ImageFamily
+from megadiff.models.sd3.attention import SD3Attention
 from megadiff.models.sd3.plan import PLAN
 from megadiff.types import Sampling, Tensors
-
-if TYPE_CHECKING:
-    from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 CLIP_TOKENS = 77  # what CLIP can see, marks of start and end included
 T5_TOKENS = 256  # as in the pipeline of diffusers
@@ -32,6 +30,7 @@ class SD3Adapter(ImageFamily):
     transformer_class = "SD3Transformer2DModel"
     rollout_pipeline = "megadiff.models.sd3.pipeline:SD3RolloutPipeline"
     plan = PLAN
+    attention = staticmethod(SD3Attention)
     # Both CLIP encoders cut a text off, as in every pipeline of SD3. T5 sees more of it, and what
     # it cannot see is refused.
     max_prompt_tokens = T5_TOKENS
@@ -53,11 +52,6 @@ class SD3Adapter(ImageFamily):
             transformer = stock.from_config(stock.load_config(self.model_folder / component))
         transformer.pos_embed.pos_embed = torch.zeros(transformer.pos_embed.pos_embed.shape)
         return transformer
-
-    def attention(self, tokens: TokenAxes) -> TokenAttention:
-        from megadiff.models.sd3.attention import SD3Attention
-
-        return SD3Attention(tokens)
 
     def __init__(self, model_folder: Path | str) -> None:
         super().__init__(model_folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from megadiff.models.guided_family import GuidedFamily
 from megadiff.models.packing import PATCH, pack, unpack
 from megadiff.models.pipeline_folder import check_sizes
 from megadiff.models.wan22 import text as wan_text
+from megadiff.models.wan22.attention import WanAttention
 from megadiff.models.wan22.checkpoint import (
     HIGH_NOISE,
     LOW_NOISE,
@@ -26,9 +27,6 @@ from megadiff.models.wan22.plan import PLAN
 from megadiff.models.wan22.text import TEXT_TOKENS
 from megadiff.tensors.model_files import read_json
 from megadiff.types import Sampling, Tensors
-
-if TYPE_CHECKING:
-    from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 NUM_TIMESTEPS = 1000
 
@@ -53,6 +51,7 @@ class WanAdapter(GuidedFamily):
     pipeline_class = "WanPipeline"
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanRolloutPipeline"
     plan = PLAN
+    attention = staticmethod(WanAttention)
     # Four frames, one latent, are decoded at a time, so few bytes depend on a video's length.
     decoding = Decoding(
         pixels={"cpu": 2**18, "cuda": 2**25}, bytes_per_pixel=10_752, bytes_per_frame=18
@@ -115,11 +114,6 @@ class WanAdapter(GuidedFamily):
         if component == LOW_NOISE:
             return sampling.guidance_scale_2 or sampling.guidance_scale
         return sampling.guidance_scale
-
-    def attention(self, tokens: TokenAxes) -> TokenAttention:
-        from megadiff.models.wan22.attention import WanAttention
-
-        return WanAttention(tokens)
 
     def num_prompt_tokens(self, text: str, tokenizer: Any) -> int:
         return super().num_prompt_tokens(wan_text.cleaned(text), tokenizer)

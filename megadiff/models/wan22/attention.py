@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megadiff.parallel.attention import TokenAxes
+if TYPE_CHECKING:  # needs megatron-core, which a whole module does not
+    from megadiff.parallel.attention import TokenAxes
 
 
 class WanAttention:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,9 @@ from megadiff.models.adapter import Images
 from megadiff.models.decoding import TokenCount
 from megadiff.models.image_family import ImageFamily
 from megadiff.models.packing import pad_rows
+from megadiff.models.z_image.attention import ZImageAttention
 from megadiff.models.z_image.plan import PLAN
 from megadiff.types import Sampling, Tensors
-
-if TYPE_CHECKING:
-    from megadiff.parallel.attention import TokenAttention, TokenAxes
 
 FILL = 32  # image and text are each filled up to a multiple, with learned tokens that count
 TEMPLATE_TOKENS = 8  # that the chat template puts around a prompt
@@ -37,14 +35,10 @@ class ZImageAdapter(ImageFamily):
     rollout_pipeline = "megadiff.models.z_image.pipeline:ZImageRolloutPipeline"
     tokenizer_class = "Qwen2Tokenizer"
     plan = PLAN
+    attention = staticmethod(ZImageAttention)
     size_keys = ("n_layers", "n_heads", "dim")
     text_width_key = "cap_feat_dim"
     max_prompt_tokens = 512 - TEMPLATE_TOKENS  # as in the pipeline of diffusers
-
-    def attention(self, tokens: TokenAxes) -> TokenAttention:
-        from megadiff.models.z_image.attention import ZImageAttention
-
-        return ZImageAttention(tokens)
 
     def check_trained(self) -> None:
         if self.static_shift() == TURBO_SHIFT:

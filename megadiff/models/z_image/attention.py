@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 from megadiff.models.qwen_image.rotary import rotate
-from megadiff.parallel.attention import TokenAxes
+
+if TYPE_CHECKING:  # needs megatron-core, which a whole module does not
+    from megadiff.parallel.attention import TokenAxes
 
 
 class ZImageAttention:
