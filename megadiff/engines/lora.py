@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -15,7 +15,7 @@ from megadiff.tensors.lora_files import ALONE, LoraFile, has_loras, lora_misfits
 from megadiff.tensors.lora_names import lora_from_json
 from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.tensors.source_folder import SourceFolder
-from megadiff.tensors.stored_tensors import StoredTensor, listed
+from megadiff.tensors.stored_tensors import listed
 from megadiff.types import LoraSpec
 
 
@@ -87,28 +87,25 @@ def open_source(config: Config, adapter: ModelAdapter, component: str) -> Source
     return SourceFolder(adapter.model_folder / component, lora)
 
 
-def fill_start(
-    name: str, shards: Sequence[Shard], *, seed: int, start: Mapping[str, StoredTensor]
-) -> None:
-    """Write a low-rank tensor's start, or a fresh one, into this rank's shards of it."""
-    if not shards:
-        return
-    rows, columns = shards[0].shape
-    # whole, then cut: the draw must not depend on how ranks split the tensor
-    whole = start[name].read() if start else start_values(name, (rows, columns), seed=seed)
-    for shard in shards:
-        sizes = shard.local.shape
-        box = [slice(at, at + size) for at, size in zip(shard.offsets, sizes, strict=True)]
-        shard.local.copy_(whole[tuple(box)])
-
-
 def read_start(source: SourceFolder, name: str, shards: Sequence[Shard], *, seed: int) -> None:
-    """Fill this rank's shards of a weight with what training starts from."""
-    if is_lora(name):
-        fill_start(name, shards, seed=seed, start=source.lora)
-    else:
+    """Fill this rank's shards of a weight with what training starts from.
+
+    That is a fresh draw for a low-rank tensor where there is no LoRA to start from.
+    """
+    if not is_lora(name):
         for shard in shards:
             source.read_into(name, shard)
+    elif shards:
+        rows, columns = shards[0].shape
+        # whole, then cut: the draw must not depend on how ranks split the tensor
+        if source.lora:
+            whole = source.lora[name].read()
+        else:
+            whole = start_values(name, (rows, columns), seed=seed)
+        for shard in shards:
+            sizes = shard.local.shape
+            box = [slice(at, at + size) for at, size in zip(shard.offsets, sizes, strict=True)]
+            shard.local.copy_(whole[tuple(box)])
 
 
 def check_source(source: SourceFolder, module: nn.Module, plan: ParallelPlan) -> None:

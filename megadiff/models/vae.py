@@ -19,12 +19,14 @@ PINNED_BYTES = 2**26  # of pixels: 85 images of 512²
 
 
 @torch.no_grad()
-def encode_pixels(vae: Any, pixels_BFHWC: Tensor) -> Tensor:
-    """Encode uint8 RGB videos to packed, normalised latents [B, L, C] float32.
+def encode_images(vae: Any, pixels: Tensor) -> Tensor:
+    """Encode uint8 RGB [B, H, W, 3] or [B, F, H, W, 3] to packed, normalised latents [B, L, C].
 
-    F is 1 for images, for videos 1 + a multiple of the VAE's temporal factor. Latents stay on the
-    VAE's device. The VAE is causal: one frame alone is encoded as the first of a video is.
+    They are float32 and stay on the VAE's device. F is 1 + a multiple of the VAE's temporal factor.
+    The VAE is causal: one frame alone is encoded as the first of a video is.
     """
+    # an image is a video of one frame
+    pixels_BFHWC = pixels[:, None] if pixels.ndim == 4 else pixels
     device = next(vae.parameters()).device
     scaled_BCFHW = pixels_BFHWC.to(device).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
     # The mean of its posterior, as WanImageToVideoPipeline takes it. A sample would add noise that
@@ -58,12 +60,6 @@ def decode_latents(vae: Any, latents_NCFHW: Tensor, *, num_rows: int) -> Tensor:
     if on_gpu:
         torch.cuda.current_stream(latents_NCFHW.device).synchronize()
     return torch.cat(rows)
-
-
-def encode_images(vae: Any, pixels: Tensor) -> Tensor:
-    """Encode uint8 images [B, H, W, 3], or videos as encode_pixels() does."""
-    # an image is a video of one frame
-    return encode_pixels(vae, pixels[:, None] if pixels.ndim == 4 else pixels)
 
 
 def pixels_of(images: Sequence[bytes], sizes: Sequence[ImageSize]) -> tuple[Tensor, ...]:

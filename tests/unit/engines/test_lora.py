@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from megadiff.config.schema import Config, LoraConfig
-from megadiff.engines.lora import check_lora, check_start, fill_start, lora_values, open_source
+from megadiff.engines.lora import check_lora, check_start, lora_values, open_source, read_start
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.lora import lora_shapes, lora_spec, start_values
 from megadiff.tensors.lora_files import DIFFUSERS_WEIGHTS
 from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.tensors.source_folder import SourceFolder
 from megadiff.types import LoraSpec
 from tests.lora_tensors import write_lora
 
@@ -61,12 +62,12 @@ def test_what_goes_together(lora, tmp_path):
     check_lora(_folder(tmp_path, lora), lora)
 
 
-def test_pieces_of_a_start_are_parts_of_one_tensor():
+def test_pieces_of_a_start_are_parts_of_one_tensor(tiny_model: Path) -> None:
     shards = [
         Shard(local=torch.empty(1, 3), offsets=(1, 2), shape=(2, 5)),
         Shard(local=torch.empty(0, 5), offsets=(2, 0), shape=(2, 5)),  # more ranks than rows
     ]
-    fill_start("a.lora_A.weight", shards, seed=5, start={})
+    read_start(SourceFolder(tiny_model / "transformer"), "a.lora_A.weight", shards, seed=5)
     assert torch.equal(shards[0].local, start_values("a.lora_A.weight", (2, 5), seed=5)[1:2, 2:5])
 
 
@@ -104,7 +105,7 @@ def test_a_start_is_cut_as_a_fresh_one(tiny_model: Path, lora_folder: Path) -> N
     name = next(iter(source.lora))
     whole = stored[f"transformer.{name}"]
     shard = Shard(local=torch.empty(2, 3), offsets=(1, 0), shape=tuple(whole.shape))
-    fill_start(name, [shard], seed=0, start=source.lora)
+    read_start(source, name, [shard], seed=0)
     assert torch.equal(shard.local, whole[1:3, :3])
 
 
