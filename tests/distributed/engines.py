@@ -27,7 +27,7 @@ from megadiff.engines.sharded import ShardedEngine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import Layout, init_mesh, resolve_layout
-from megadiff.tensors.shards import Shard, ShardFolder
+from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from megadiff.types import Prompt, RolloutGroup, Sampling, TrainBatch
 
 # 3×3 latent tokens and 5, 7, 4 text tokens: neither length divides by sp=2
@@ -240,6 +240,33 @@ def gradient_shards(engine: ShardedEngine) -> dict[str, list[Shard]]:
     }
     gradients = {name: gradient for name, gradient in held.items() if engine._is_first_holder(name)}
     return {name: engine._shards(name, gradient.clone()) for name, gradient in gradients.items()}
+
+
+def write_gradients(engine: Engine, batch: TrainBatch, folder: Path) -> None:
+    """Write the reduced gradients and the figures of an update of a model of one component."""
+    captured: dict[str, list[Shard]] = {}
+    hook = only(engine).optimizer.register_step_pre_hook(
+        lambda *_: captured.update(gradient_shards(only(engine)))
+    )
+    figures = engine.update(batch, LOSS)
+    hook.remove()
+    mesh = engine.mesh
+    write_shards(folder, captured, rank=mesh.rank, num_files=mesh.world_size, values=figures)
+
+
+def updates(engine: Engine, first: int, stop: int) -> Iterator[dict[str, float]]:
+    """In several microbatches and in one by turns: gradients are reduced after the last, whichever
+    it is.
+    """
+    for step in range(first, stop):
+        engine.config.train.microbatch_size = (7, 16)[step % 2]
+        yield engine.update(at_step(mine(engine), step), LOSS)
+
+
+def trained_weights(engine: Engine) -> dict[str, Tensor]:
+    """Return what is trained, as it would be sent to replicas; a copy."""
+    buckets = engine.named_lora(1 << 20) if engine.lora else engine.named_weights(1 << 20)
+    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
 
 
 def whole(folder: ShardFolder, name: str) -> Tensor:

@@ -25,6 +25,7 @@ from examples.tiny_models.wan22 import write_tiny_pipeline as write_tiny_wan
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.bagel.adapter import BagelAdapter
 from megadiff.models.conditioning import IMAGE_LATENTS
+from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.qwen_image_edit.adapter import QwenImageEditAdapter
 from megadiff.models.sd3.adapter import SD3Adapter
 from megadiff.models.wan22.adapter import WanAdapter
@@ -80,7 +81,7 @@ def _result(
     """The guided velocity and log_probs of samples; backward adds the gradient of a sum of all."""
     family = FAMILIES[name]
     shape = adapter.latents_shape(family.sampling)
-    inputs = draw_inputs(shape, text_dim=1, dtype=dtype, samples=samples)
+    inputs = draw_inputs(shape, dtype=dtype, samples=samples)
     with ExitStack() as stack:
         for target, value in family.patches.items():
             stack.enter_context(patch(target, value))
@@ -179,7 +180,7 @@ def _write_z_image(folder: Path) -> nn.Module:
     return _saved(transformer, folder / "transformer")
 
 
-def _write_edit(folder: Path, *, zero_cond_t: bool) -> nn.Module:
+def _write_qwen(folder: Path, *, zero_cond_t: bool = False) -> nn.Module:
     torch.manual_seed(0)
     transformer = QwenImageTransformer2DModel(
         patch_size=2,
@@ -284,16 +285,23 @@ FAMILIES = {
         ),
         stream=("x_pad_token", "context_refiner", "layers.0", "all_final_layer"),
     ),
+    "qwen_image": Family(
+        adapter=QwenImageAdapter,
+        write=_write_qwen,
+        sampling=replace(EDIT, images=()),
+        dtypes=EXACT,
+        **QWEN,
+    ),
     "edit_2509": Family(
         adapter=QwenImageEditAdapter,
-        write=partial(_write_edit, zero_cond_t=False),
+        write=_write_qwen,
         sampling=EDIT,
         **QWEN,
     ),
     # its given images are modulated at time 0
     "edit_2511": Family(
         adapter=QwenImageEditAdapter,
-        write=partial(_write_edit, zero_cond_t=True),
+        write=partial(_write_qwen, zero_cond_t=True),
         sampling=EDIT,
         **QWEN,
     ),

@@ -33,7 +33,7 @@ TOLERANCES = {torch.float32: (2e-6, 5e-6), torch.float64: (1e-12, 1e-12)}
 # largest of all, as some are zero (the last block's text queries, which nobody reads).
 FLOOR = 1e-4
 GRADIENT = "gradient/"  # before the names of weights
-NUM_SAMPLES, TEXT_LENGTHS, NEGATIVE_LENGTHS = 4, (9, 6, 7, 5), (3, 3, 3, 3)
+NUM_SAMPLES = 4
 SIGMAS = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
 STEPS = torch.tensor([0, 1, 2, 1])  # of the samples
 SAMPLING = Sampling(height=32, width=32, num_inference_steps=4)
@@ -51,7 +51,6 @@ class Inputs:
     weight_BLC: Tensor
     sigma_B: Tensor
     sigma_next_B: Tensor
-    conditioning: dict[str, Tensor]
 
     def log_probs(self, velocity_BLC: Tensor) -> Tensor:
         """Of prev_BLC, [B]."""
@@ -60,18 +59,8 @@ class Inputs:
         return sde.log_prob(step, self.prev_BLC, mean_BLC)
 
 
-def draw_inputs(
-    shape: tuple[int, int],
-    *,
-    text_dim: int,
-    dtype: torch.dtype,
-    samples: slice,
-    text_lengths: tuple[int, ...] = TEXT_LENGTHS,
-) -> Inputs:
-    """shape: of one sample's latents.
-
-    Texts have text_lengths, for the second pass of guidance NEGATIVE_LENGTHS.
-    """
+def draw_inputs(shape: tuple[int, int], *, dtype: torch.dtype, samples: slice) -> Inputs:
+    """shape: of one sample's latents."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -80,19 +69,12 @@ def draw_inputs(
         ].to(dtype)
 
     latents_BLC, prev_BLC, weight_BLC = (draw(*shape) for _ in range(3))
-    conditioning = {}
-    for prefix, lengths in (("", text_lengths), ("negative_", NEGATIVE_LENGTHS)):
-        conditioning[f"{prefix}prompt_embeds"] = draw(max(lengths), text_dim)
-        conditioning[f"{prefix}prompt_mask"] = (
-            torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        )[samples]
     return Inputs(
         latents_BLC=latents_BLC,
         prev_BLC=prev_BLC,
         weight_BLC=weight_BLC,
         sigma_B=SIGMAS[STEPS][samples],
         sigma_next_B=SIGMAS[STEPS + 1][samples],
-        conditioning=conditioning,
     )
 
 
@@ -340,7 +322,6 @@ class Ranks:
             module,
             plan,
             microbatch_size=NUM_SAMPLES,
-            text_varies=plan.num_streams > 1,
             budget=self.layout.budget if self._within_blocks else 1.0,
             in_one_graph=self.layout.in_one_graph,
         )

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from examples.tiny_models.wan22 import TEXT_DIM
 from megadiff.algorithms import build_algorithm
@@ -26,7 +25,14 @@ from megadiff.tensors.shards import Shard, ShardFolder, write_shards
 from megadiff.train.update import update
 from megadiff.types import Progress, RolloutGroup
 from tests.distributed import two_experts
-from tests.distributed.engines import SAMPLING, build, differing, gradient_shards, whole
+from tests.distributed.engines import (
+    SAMPLING,
+    build,
+    differing,
+    gradient_shards,
+    trained_weights,
+    whole,
+)
 from tests.distributed.ranks import run_ranks
 from tests.distributed.two_experts import HIGH, LOW, exact
 from tests.scored import noise_group
@@ -141,9 +147,9 @@ def _check_resume(
     engine: Engine, models: dict[str, Path], case: str, layout: str, out: Path
 ) -> None:
     """The third step of an engine that was loaded is that of the engine that was saved."""
-    trained = _weights(engine)
+    trained = trained_weights(engine)
     with engine.lagging():
-        lagging = _weights(engine)
+        lagging = trained_weights(engine)
     moved = [name for name in trained if not torch.equal(trained[name], lagging[name])]
     assert moved and engine.changed == set(engine.members)
 
@@ -232,9 +238,3 @@ def _write_steps(engine: Engine, folder: Path) -> None:
     mesh = engine.mesh
     values = {"steps": figures}
     write_shards(folder, captured, rank=mesh.rank, num_files=mesh.world_size, values=values)
-
-
-def _weights(engine: Engine) -> dict[str, Tensor]:
-    """Return what is trained, as it would be sent to the replicas."""
-    buckets = engine.named_lora(1 << 20) if engine.lora else engine.named_weights(1 << 20)
-    return dict(pair for bucket in buckets for pair in bucket)

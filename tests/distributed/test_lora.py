@@ -34,13 +34,14 @@ from tests.distributed.engines import (
     at_step,
     build,
     differing,
-    gradient_shards,
     mine,
     only,
     stock_backward,
     stock_transformer,
     train_batch,
+    updates,
     whole,
+    write_gradients,
 )
 from tests.distributed.ranks import run_ranks
 from tests.lora_tensors import write_lora
@@ -198,19 +199,12 @@ def _run_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> None:
     _check_start(engine, tiny_model)
     engine.load(start)
     for scale in (1.0, 4.0):
-        captured: dict[str, list[Shard]] = {}
-        hook = only(engine).optimizer.register_step_pre_hook(
-            lambda *_, into=captured: into.update(gradient_shards(only(engine)))
-        )
-        figures = engine.update(mine(engine, scale), LOSS)
-        hook.remove()
-        place = {"rank": engine.mesh.rank, "num_files": engine.mesh.world_size}
-        write_shards(out / f"gradients_{scale}", captured, **place, values=figures)
+        write_gradients(engine, mine(engine, scale), out / f"gradients_{scale}")
     engine = _trainer(tiny_model, layout)
     engine.load(start)
-    figures = list(_updates(engine, 0, SAVED_STEP))
+    figures = list(updates(engine, 0, SAVED_STEP))
     engine.save(out / "checkpoint")
-    figures += _updates(engine, SAVED_STEP, STEPS)
+    figures += updates(engine, SAVED_STEP, STEPS)
     engine.save(out / "end")
     dist.barrier()
     _check_end(engine, tiny_model, ShardFolder(out / "end"), layout)
@@ -307,7 +301,7 @@ def _resume_worker(tiny_model: Path, checkpoint: Path, out: Path, layout: str) -
     engine = _trainer(tiny_model, layout)
     engine.load(checkpoint)
     engine.save(out / "again")
-    figures = list(_updates(engine, SAVED_STEP, STEPS))
+    figures = list(updates(engine, SAVED_STEP, STEPS))
     engine.save(out / "end")
     if engine.mesh.rank == 0:
         (out / "figures.json").write_text(json.dumps(figures))
@@ -425,15 +419,6 @@ def _start_worker(tiny_model: Path, out: Path, layout: str) -> None:
     resumed.load(out / "later")
     figures = [each.update(mine(each), LOSS) for each in (engine, resumed)]
     assert figures[0] == figures[1]
-
-
-def _updates(engine: Engine, first: int, stop: int) -> Iterator[dict[str, float]]:
-    """In several microbatches and in one by turns: gradients are reduced after the last, whichever
-    it is.
-    """
-    for step in range(first, stop):
-        engine.config.train.microbatch_size = (7, 16)[step % 2]
-        yield engine.update(at_step(mine(engine), step), LOSS)
 
 
 def _tensors(buckets: Iterator[list[tuple[str, Tensor]]]) -> dict[str, Tensor]:

@@ -15,29 +15,23 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
 
-from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel import regions
-from megadiff.types import Sampling
+from tests.distributed.families import FAMILIES, case_of
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded_model import (
-    TOLERANCES,
-    Case,
     Layout,
     Omission,
     Ranks,
     check_omissions,
     check_parity,
-    draw_inputs,
     patched,
     write_references,
 )
 
-NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 8, 16
-SAMPLING = Sampling(height=48, width=80, num_inference_steps=4, true_cfg_scale=2.0)
-TEXT_DIM = 24
+FAMILY = FAMILIES["qwen_image"]
+CASE = case_of("qwen_image")
 LAYOUTS = {
     1: [Layout(), Layout(budget=0.5, num_microbatches=4)],
     2: [
@@ -57,24 +51,20 @@ LAYOUTS = {
     ],
     8: [Layout(tp=4), Layout(tp=4, sequence_parallel=False), Layout(tp=2, sp=2)],
 }
-DTYPES = {1: list(TOLERANCES), 2: list(TOLERANCES), 4: [torch.float64], 8: [torch.float32]}
+DTYPES = {1: FAMILY.dtypes, 2: FAMILY.dtypes, 4: [torch.float64], 8: [torch.float32]}
 
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformer of which every part matters, and what it answers unsharded:
-    reference_DTYPE.safetensors.
-    """
+    """The family's folder with what its transformer answers unsharded."""
     folder = tmp_path_factory.mktemp("model")
-    transformer = _random_transformer()
-    transformer.save_pretrained(folder / "transformer")
-    write_references(transformer, CASE, folder, dtypes=list(TOLERANCES))
+    write_references(FAMILY.write(folder), CASE, folder, dtypes=list(FAMILY.dtypes))
     return folder
 
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_equals_the_unsharded_transformer(world_size: int, pipeline: Path) -> None:
-    check_parity(CASE, pipeline, LAYOUTS[world_size], DTYPES[world_size], world_size)
+    check_parity(CASE, pipeline, LAYOUTS[world_size], list(DTYPES[world_size]), world_size)
 
 
 def _own_part(
@@ -88,7 +78,7 @@ def _own_part(
 @contextmanager
 def _no_input_sum_in_mlp(module: nn.Module) -> Iterator[None]:
     layers = [layer for layer in module.modules() if getattr(layer, "allreduce_dgrad", False)]
-    assert len(layers) == 2 * NUM_LAYERS
+    assert len(layers) == 2 * 2  # blocks of two MLPs
     for layer in layers:
         layer.allreduce_dgrad, layer.disable_grad_reduce = False, True
     yield
@@ -100,7 +90,7 @@ OMISSIONS = {
     "sum_of_head_norms": Omission(
         layout=WITHOUT_SP,
         without=patched(f"{PARALLEL}.regions.sum_over_tp", by=lambda *args: None),
-        wrong=("norm_q", "norm_k", "norm_added_q", "norm_added_k"),
+        wrong=FAMILY.head_norms,
         only=True,
     ),
     "sum_of_replicated_weights": Omission(
@@ -158,14 +148,14 @@ OMISSIONS = {
         without=patched(
             "tests.distributed.sharded_model.sum_over_data_parallel", by=lambda gradient: None
         ),
-        wrong=("img_in", "proj_out", "transformer_blocks", "img_mod"),
+        wrong=FAMILY.stream,
     ),
     "sum_over_dp": Omission(
         layout=Layout(),
         without=patched(
             "tests.distributed.sharded_model.sum_over_data_parallel", by=lambda gradient: None
         ),
-        wrong=("img_in", "proj_out", "transformer_blocks", "img_mod"),
+        wrong=FAMILY.stream,
     ),
 }
 
@@ -205,59 +195,3 @@ def _refusal_worker(pipeline: Path) -> None:
         pytest.raises(ValueError, match="which is not installed"),
     ):
         layer_config(axes, dtype=torch.bfloat16, fp8="tensorwise")
-
-
-def _result(
-    transformer: nn.Module,
-    adapter: QwenImageAdapter,
-    dtype: torch.dtype,
-    samples: slice,
-    *,
-    backward: bool = True,
-) -> dict[str, Tensor]:
-    """Both passes of true CFG and log_probs of samples; backward adds the gradient of a sum of all
-    to the weights.
-    """
-    shape = adapter.latents_shape(SAMPLING)
-    inputs = draw_inputs(shape, text_dim=TEXT_DIM, dtype=dtype, samples=samples)
-    outputs: list[Tensor] = []
-
-    def recorded(**kwargs: object) -> tuple[Tensor]:
-        outputs.append(transformer(**kwargs)[0])
-        return (outputs[-1],)
-
-    recorded.dtype = dtype
-    velocity_BLC = adapter.velocity(
-        recorded, inputs.latents_BLC, inputs.sigma_B, inputs.conditioning, SAMPLING
-    )
-    log_prob_B = inputs.log_probs(velocity_BLC)
-    if backward:
-        # weighted output sums: their gradient does not pass through float32, as that of log_probs
-        # does
-        (
-            log_prob_B.sum() + sum((output * inputs.weight_BLC).sum() for output in outputs)
-        ).backward()
-    positive_BLC, negative_BLC = (output.detach() for output in outputs)
-    return {"positive": positive_BLC, "negative": negative_BLC, "log_prob": log_prob_B.detach()}
-
-
-def _random_transformer() -> QwenImageTransformer2DModel:
-    torch.manual_seed(0)
-    transformer = QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=16,
-        out_channels=4,
-        num_layers=NUM_LAYERS,
-        attention_head_dim=HEAD_DIM,
-        num_attention_heads=NUM_HEADS,
-        joint_attention_dim=TEXT_DIM,
-        axes_dims_rope=(4, 6, 6),
-    )
-    with torch.no_grad():
-        for name, p in transformer.named_parameters():
-            is_norm = p.ndim == 1 and name.endswith(".weight")
-            p.copy_(torch.randn_like(p) * (0.05 if p.ndim > 1 else 0.2) + is_norm)
-    return transformer
-
-
-CASE = Case(adapter=QwenImageAdapter, result=_result)
