@@ -118,8 +118,6 @@ class PromptSampler(EpochOrder, Iterator[PromptBatch]):
         shuffle: bool,
         source: str = "data.prompts",
     ) -> None:
-        if not prompts:
-            raise ValueError("0 prompts, need at least 1; see data.prompts")
         if prompts_per_step < 1 or prompts_per_step % dp:
             fix = max(dp, round(prompts_per_step / dp) * dp)
             raise ValueError(

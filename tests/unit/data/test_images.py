@@ -12,8 +12,10 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from examples.shapes.images import CHUNK
 from examples.shapes.world import make_chunk
@@ -55,8 +57,6 @@ def write_folder(folder: Path) -> Path:
 
 
 def write_parquet(path: Path, numbers: list[int] | None = None, *, struct: bool = True) -> Path:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-
     numbers = numbers or [0, 1, 2]
     images = [encoded(picture(number)) for number in numbers]
     column = [{"bytes": image, "path": None} for image in images] if struct else images
@@ -210,7 +210,6 @@ def test_worker_processes_import_no_torch() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("shapes:60:11", "say data.images=examples.shapes.images:ShapesImages:60:11"),
         ("no_such_package:Images", "module 'no_such_package' cannot be imported .*PYTHONPATH"),
         ("examples.shapes.images:Shapes", "has no 'Shapes'.*did you mean 'ShapesImages'"),
         ("examples.shapes.world:Scene", "not a class derived from .*images.ImageSource"),
@@ -338,8 +337,6 @@ def test_names_in_a_tar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_parquet_refusals(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-
     def opened(**columns: list) -> object:
         parquet.write_table(pyarrow.table(columns), tmp_path / "i.parquet")
         return open_images(str(tmp_path / "i.parquet"), seed=0)
@@ -437,6 +434,10 @@ def test_every_kind_of_image_becomes_rgb() -> None:
     assert _corner(encoded(palette)) == [10, 200, 30]
     assert _corner(encoded(palette, transparency=palette.getpixel((0, 0)))) == [255, 255, 255]
     assert _corner(encoded(Image.new("RGB", size, (1, 2, 3)), "WEBP", lossless=True)) == [1, 2, 3]
+    red, blue = (Image.new("RGB", size, colour) for colour in ("red", "blue"))
+    for format in ("GIF", "PNG"):  # an animation is its first frame
+        animated = encoded(red, format, save_all=True, append_images=[blue])
+        assert _corner(animated) == [255, 0, 0]
     for mode in ("I", "F"):
         with pytest.raises(ValueError, match=f"x: .*mode {mode}"):
             decode(encoded(Image.new(mode, size), "TIFF"), where="x")

@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from megadiff.data.images import open_images
 from megadiff.data.stores import PAIRS
@@ -42,8 +44,6 @@ def write_folder(folder: Path) -> Path:
 
 
 def write_parquet(path: Path) -> Path:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     columns = {
         "caption": CAPTIONS,
         "chosen": [{"bytes": encoded(number), "path": None} for number in (0, 2)],
@@ -110,8 +110,6 @@ def test_refusals_name_the_line(tmp_path: Path, line: str) -> None:
 
 
 def test_refusals_of_a_parquet(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "pairs.parquet"
     columns = {"caption": ["a"], "chosen": [encoded(0)]}
     parquet.write_table(pyarrow.table(columns), path)

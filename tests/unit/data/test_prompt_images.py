@@ -142,35 +142,3 @@ def bomb(side: int) -> bytes:
         struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
         for chunk in chunks
     )
-
-
-def test_unusual_images_are_read_as_a_viewer_shows_them(tmp_path: Path) -> None:
-    """CMYK, 16 bits, a palette, transparency, an animation, and a photograph that its camera was
-    turned for.
-    """
-    pixels_HWC = np.zeros((16, 24, 3), np.uint8)
-    pixels_HWC[:, :12] = (255, 0, 0)
-    image = Image.fromarray(pixels_HWC)
-    image.convert("CMYK").save(tmp_path / "cmyk.tif")
-    image.convert("P").save(tmp_path / "palette.png")
-    image.convert("RGBA").save(tmp_path / "alpha.png")
-    for name in ("cmyk.tif", "palette.png", "alpha.png"):
-        assert np.array_equal(read_image(tmp_path / name), pixels_HWC), name
-
-    blue = Image.new("RGB", image.size, "blue")
-    for name in ("animated.gif", "animated.png"):
-        image.save(tmp_path / name, save_all=True, append_images=[blue])
-        assert np.array_equal(read_image(tmp_path / name), pixels_HWC), name
-    # the red half is transparent: it is white
-    clear = image.convert("P")
-    clear.save(tmp_path / "clear.png", transparency=clear.getpixel((0, 0)))
-    assert np.array_equal(read_image(tmp_path / "clear.png")[0, [0, -1]], [[255] * 3, [0] * 3])
-
-    levels = np.linspace(0, 65535, 16 * 24).reshape(16, 24).astype(np.uint16)
-    Image.fromarray(levels).save(tmp_path / "deep.png")
-    assert np.abs(read_image(tmp_path / "deep.png")[..., 0] - levels / 257).max() <= 0.51
-
-    turned = Image.Exif()
-    turned[0x0112] = 6  # show it turned by 90 degrees clockwise
-    image.save(tmp_path / "turned.png", exif=turned)
-    assert np.array_equal(read_image(tmp_path / "turned.png"), np.rot90(pixels_HWC, -1))

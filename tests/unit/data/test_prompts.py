@@ -4,7 +4,9 @@ import json
 import logging
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from megadiff.data.prompts import load_prompts, prompt_id
 
@@ -55,18 +57,15 @@ def test_jsonl(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet")
-
     table = pyarrow.table(
         {"prompt": ["a red circle", "été"], "negative_prompt": ["blurry", None], "n": [1, 2]}
     )
-    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+    parquet.write_table(table, tmp_path / "p.parquet")
     first, second = load_prompts(tmp_path / "p.parquet", max_chars=100)
     assert (first.text, first.negative_text, first.fields) == ("a red circle", "blurry", {"n": 1})
     assert (second.text, second.negative_text) == ("été", " ")
 
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", None]}), tmp_path / "null.parquet")
+    parquet.write_table(pyarrow.table({"prompt": ["a", None]}), tmp_path / "null.parquet")
     with pytest.raises(ValueError, match="row 2: 'prompt' is None"):
         load_prompts(tmp_path / "null.parquet", max_chars=100)
     with pytest.raises(ValueError, match="not a parquet file"):
@@ -74,23 +73,20 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_a_parquet_file_that_python_cannot_hold(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet")
-
     dates = pyarrow.array([0, 2**62], pyarrow.timestamp("us"))
     late = pyarrow.table({"prompt": ["a", "b"], "date": dates})
-    pyarrow.parquet.write_table(late, tmp_path / "late.parquet")
+    parquet.write_table(late, tmp_path / "late.parquet")
     with pytest.raises(ValueError, match=r"late\.parquet: row 2: 'date' cannot be read"):
         load_prompts(tmp_path / "late.parquet", max_chars=100)
 
     columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
     twice = pyarrow.Table.from_arrays(columns, names=["prompt", "prompt"])
-    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
+    parquet.write_table(twice, tmp_path / "twice.parquet")
     with pytest.raises(ValueError, match=r"twice\.parquet: two columns are named 'prompt'"):
         load_prompts(tmp_path / "twice.parquet", max_chars=100)
 
     path = tmp_path / "torn.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a" * 9, "b"] * 5000}), path)
+    parquet.write_table(pyarrow.table({"prompt": ["a" * 9, "b"] * 5000}), path)
     data = bytearray(path.read_bytes())
     data[4:60] = bytes(56)
     path.write_bytes(data)

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from examples.tiny_models.sd3 import KINDS, write_tiny_pipeline
-from megadiff.models.packing import pack, unpack
 from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.models.sd3.adapter import CLIP_TOKENS, T5_TOKENS, SD3Adapter
 from megadiff.models.sd3.plan import PLAN, SERVED_NAMES
@@ -26,6 +25,7 @@ from megadiff.parallel.mesh import check_heads
 from megadiff.planner.model_facts import model_facts
 from megadiff.tensors.source_folder import SourceFolder
 from megadiff.types import Prompt, Sampling, Tensors
+from tests.unit.models.trajectory import trajectory
 
 ASSETS = Path(__file__).parents[3] / "assets"
 MEDIUM = ASSETS / "sd35_medium"
@@ -70,20 +70,6 @@ def noise() -> Tensor:
     return torch.randn(2, 16, 8, 10, generator=torch.Generator().manual_seed(0))
 
 
-@torch.no_grad()
-def trajectory(
-    adapter: SD3Adapter, transformer: torch.nn.Module, sampling: Sampling, texts: Tensors
-) -> Tensor:
-    """Euler's steps of the adapter's velocity and schedule."""
-    schedule = adapter.schedule(sampling)
-    latents_BLC = pack(noise().unsqueeze(2))
-    for sigma, sigma_next in zip(schedule[:-1], schedule[1:], strict=True):
-        sigma_B = sigma.expand(len(latents_BLC))
-        velocity_BLC = adapter.velocity(transformer, latents_BLC, sigma_B, texts, sampling)
-        latents_BLC = latents_BLC + (sigma_next - sigma) * velocity_BLC
-    return unpack(latents_BLC, adapter.grid(sampling)).squeeze(2)
-
-
 @pytest.mark.parametrize("scale", [1.0, 4.5])
 def test_draws_as_the_stock_pipeline(folder: Path, scale: float) -> None:
     """Time, guidance, schedule, and both kinds of text, of which each matters."""
@@ -92,7 +78,7 @@ def test_draws_as_the_stock_pipeline(folder: Path, scale: float) -> None:
     stock = stock_pipeline(folder)
     sampling = replace(SAMPLING, guidance_scale=scale)
     texts = conditioning(adapter)
-    found = trajectory(adapter, stock.transformer, sampling, texts)
+    found = trajectory(adapter, stock.transformer, sampling, texts, noise())
     expected = stock(
         TEXTS,
         negative_prompt=NEGATIVE_TEXTS,
@@ -107,7 +93,7 @@ def test_draws_as_the_stock_pipeline(folder: Path, scale: float) -> None:
     assert (expected - noise()).abs().max() > 0.1
     for name in ("prompt_embeds", "pooled_prompt_embeds"):
         without = texts | {name: torch.zeros_like(texts[name])}
-        changed = trajectory(adapter, stock.transformer, sampling, without)
+        changed = trajectory(adapter, stock.transformer, sampling, without, noise())
         assert (changed - expected).abs().max() > 1e-3, name
 
 

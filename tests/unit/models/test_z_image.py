@@ -18,7 +18,6 @@ from transformers import Qwen3ForCausalLM
 
 from examples.tiny_models.z_image import BASE_SHIFT, TURBO_SHIFT, write_tiny_pipeline
 from megadiff.cli.main import main
-from megadiff.models.packing import pack, unpack
 from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.models.served_names import served_places
 from megadiff.models.z_image.adapter import FILL, TEMPLATE_TOKENS, ZImageAdapter, filled
@@ -26,6 +25,7 @@ from megadiff.models.z_image.plan import PLAN, SERVED_NAMES
 from megadiff.parallel.mesh import check_heads
 from megadiff.types import Prompt, Sampling
 from tests.encoding import encode_prompts
+from tests.unit.models.trajectory import trajectory
 
 ROOT = Path(__file__).parents[3]
 FULL_SIZE = ROOT / "assets" / "z_image"
@@ -65,21 +65,6 @@ def conditioning(adapter: ZImageAdapter) -> dict[str, Tensor]:
     return positive | {f"negative_{name}": value for name, value in negative.items()}
 
 
-@torch.no_grad()
-def trajectory(
-    adapter: ZImageAdapter, stock: ZImagePipeline, sampling: Sampling, latents_BCHW: Tensor
-) -> Tensor:
-    """Euler's steps of the adapter's velocity and schedule."""
-    texts = conditioning(adapter)
-    schedule = adapter.schedule(sampling)
-    latents_BLC = pack(latents_BCHW.unsqueeze(2))
-    for sigma, sigma_next in zip(schedule[:-1], schedule[1:], strict=True):
-        sigma_B = sigma.expand(len(latents_BLC))
-        velocity_BLC = adapter.velocity(stock.transformer, latents_BLC, sigma_B, texts, sampling)
-        latents_BLC = latents_BLC + (sigma_next - sigma) * velocity_BLC
-    return unpack(latents_BLC, adapter.grid(sampling)).squeeze(2)
-
-
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_draws_as_the_stock_pipeline(
     adapter: ZImageAdapter, stock: ZImagePipeline, scale: float
@@ -88,7 +73,8 @@ def test_draws_as_the_stock_pipeline(
     generator = torch.Generator().manual_seed(0)
     latents_BCHW = torch.randn(2, 16, 8, 10, generator=generator)
     sampling = replace(SAMPLING, guidance_scale=scale)
-    found = trajectory(adapter, stock, sampling, latents_BCHW)
+    texts = conditioning(adapter)
+    found = trajectory(adapter, stock.transformer, sampling, texts, latents_BCHW)
     expected = stock(
         list(TEXTS),
         negative_prompt=list(NEGATIVE_TEXTS),
@@ -165,32 +151,6 @@ def test_turbo_is_trained_only_when_asked_for(
     refusal = capsys.readouterr().err
     assert "shift=3.0, so this is Z-Image-Turbo" in refusal
     assert dry_run(turbo, refusal.split()[-1]) == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(height=72), "height=72 is not a positive multiple of 16"),
-        (dict(num_frames=5), "Z-Image makes images"),
-        (
-            dict(true_cfg_scale=2.0),
-            "guided by rollout.guidance_scale alone; set rollout.true_cfg_scale=1",
-        ),
-        (dict(guidance_scale=0.0), r"guidance_scale=0\.0 < 1 \(off\)"),
-    ],
-)
-def test_what_it_cannot_draw_is_refused(adapter: ZImageAdapter, change: dict, message: str) -> None:
-    adapter.validate(SAMPLING)
-    with pytest.raises(ValueError, match=message):
-        adapter.validate(replace(SAMPLING, **change))
-
-
-def test_another_schedule_is_refused(folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder, tmp_path / "model")
-    file = tmp_path / "model" / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dynamic_shifting": True}))
-    with pytest.raises(ValueError, match="use_dynamic_shifting=True; Z-Image has one shift"):
-        build_adapter(tmp_path / "model").schedule(SAMPLING)
 
 
 def test_the_plan_at_full_size() -> None:
