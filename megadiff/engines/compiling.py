@@ -26,7 +26,6 @@ def compile_blocks(
     plan: ParallelPlan,
     *,
     microbatch_size: int,
-    text_varies: bool,
     budget: float,
     in_one_graph: bool = False,
 ) -> None:
@@ -39,8 +38,8 @@ def compile_blocks(
     microbatch_size: of most calls, which get variants of their own, in a list of their own. Once
     torch has seen another number of rows, as the gate's, it would compile all that follows for any
     number, and those kernels are slower. All other numbers share such variants.
-    text_varies: any text length fits from the first variant on. Else, by torch's own rule, a second
-    length compiles everything again.
+    Where text is a stream of its own, any length fits from the first variant on. Else, by torch's
+    own rule, a second length compiles everything again.
     in_one_graph: torch raises an error where something would cut a block into several graphs, which
     choose their activations each by itself.
     """
@@ -53,7 +52,7 @@ def compile_blocks(
             module.forward = _choosing(
                 module.forward,
                 microbatch_size=microbatch_size,
-                text_varies=text_varies,
+                text_varies=plan.num_streams > 1,
                 in_one_graph=in_one_graph,
             )
 

@@ -33,7 +33,6 @@ from megadiff.parallel.plan import (
 )
 from megadiff.process.versions import TORCHAO, check_version
 from megadiff.tensors.stored_tensors import listed
-from megadiff.types import Shapes
 
 if TYPE_CHECKING:  # imported where it is used: a run without FP8 needs no torchao
     from torchao.float8 import Float8LinearConfig
@@ -75,22 +74,17 @@ def check_fp8_fits(config: Config, adapter: ModelAdapter) -> None:
     for component in adapter.components:
         parameters = adapter.empty_transformer(component).named_parameters()
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        if odd := misfits(shapes, adapter.plan):
+        odd = [
+            f"{name} {shapes[name][0]} × {shapes[name][1]}"
+            for name in adapter.plan.fp8_weights(shapes)
+            if any(size % FP8_MULTIPLE for size in shapes[name])
+        ]
+        if odd:
             raise ValueError(
                 f"engine.fp8={config.engine.fp8}: FP8 products need weights whose sizes are "
                 f"multiples of {FP8_MULTIPLE}, and {component} has {listed(odd)}; "
                 "set engine.fp8=none"
             )
-
-
-def misfits(shapes: Shapes, plan: ParallelPlan) -> list[str]:
-    """Describe the weights, of those FP8 would multiply, that have a size it does not take."""
-    odd = []
-    for name in plan.fp8_weights(shapes):
-        rows, columns = shapes[name]
-        if rows % FP8_MULTIPLE or columns % FP8_MULTIPLE:
-            odd.append(f"{name} {rows} × {columns}")
-    return odd
 
 
 def scaling_config(scaling: str, *, emulate: bool) -> Float8LinearConfig:

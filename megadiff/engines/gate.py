@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+CLOSE_S = 10.0  # for a change that is on when the gate closes
+
 
 class GateEndedError(RuntimeError):
     """Say that a rescue saves the weights: they change no more in this process."""
@@ -77,14 +79,14 @@ class StepGate:
                 self._is_busy = False
                 self._condition.notify_all()
 
-    def close(self, limit: int | None = None, *, timeout_s: float = 10.0) -> int:
+    def close(self, limit: int | None = None) -> int:
         """Let no step begin beyond `limit`, by default the present count. Returns the count.
 
         Raises TimeoutError when a change that is on does not end.
         """
         with self._condition:
             self._limit = -1  # none may slip in while one that is on ends
-            self._await_idle(timeout_s)
+            self._await_idle(CLOSE_S)
             self._limit = self.num_steps if limit is None else limit
             self._condition.notify_all()
             return self.num_steps

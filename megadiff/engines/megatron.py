@@ -304,7 +304,6 @@ def _build_transformer(
         compile_blocks,
         plan=adapter.plan,
         microbatch_size=config.train.microbatch_size,
-        text_varies=adapter.plan.num_streams > 1,
         budget=budget if within_blocks else 1.0,
         in_one_graph=within_blocks,
     )

@@ -258,7 +258,6 @@ def _build_transformer(
             sharded,
             plan,
             microbatch_size=config.train.microbatch_size,
-            text_varies=plan.num_streams > 1,
             budget=budget if within_blocks else 1.0,
         )
 

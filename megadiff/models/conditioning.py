@@ -14,9 +14,8 @@ from torch import Tensor
 Conditioning = Mapping[str, Tensor]
 MASK = "_mask"  # the end of a mask's name
 NEGATIVE = "negative_"  # in front of the names of the negative prompt's conditioning
-# where Sampling.images: clean latents [B, tokens, C] of all given images
+# where Sampling.images: clean latents [B, tokens, C] of all given images, which both sides see
 IMAGE_LATENTS = "image_latents"
-IMAGE_CONDITIONING = {IMAGE_LATENTS}  # names that both sides of guidance see
 
 
 def mask_of(name: str) -> str:
@@ -37,12 +36,12 @@ def text_of_side(
     """
     text = {}
     for name, tensor in conditioning.items():
-        if name.startswith(NEGATIVE) == bool(prefix) or name in IMAGE_CONDITIONING:
+        if name.startswith(NEGATIVE) == bool(prefix) or name == IMAGE_LATENTS:
             is_mask = tensor.dtype == torch.bool
             moved = tensor if is_mask else tensor.to(device, non_blocking=True)
             text[name.removeprefix(prefix)] = moved
 
-    needed = {name.removeprefix(NEGATIVE) for name in conditioning} - IMAGE_CONDITIONING
+    needed = {name.removeprefix(NEGATIVE) for name in conditioning} - {IMAGE_LATENTS}
     missing = [prefix + name for name in sorted(needed - text.keys())]
     if missing or not needed:
         raise ValueError(

@@ -48,8 +48,8 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     model = nn.Sequential(Block())
-    plan = SimpleNamespace(is_block=lambda name: name == "0")
-    compile_blocks(model, plan, microbatch_size=WHOLE, text_varies=True, budget=1.0)
+    plan = SimpleNamespace(is_block=lambda name: name == "0", num_streams=2)
+    compile_blocks(model, plan, microbatch_size=WHOLE, budget=1.0)
 
     def call(rows: int, text: int) -> None:
         found = model[0](torch.ones(rows, 5, 4), torch.ones(rows, text, 4), torch.ones(rows, 4))
