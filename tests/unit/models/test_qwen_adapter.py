@@ -24,7 +24,6 @@ from PIL import Image
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from examples.tiny_models.qwen_image import write_tiny_pipeline
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.types import Sampling
 from tests.encoding import encode_prompts
@@ -35,15 +34,8 @@ DIM = 64
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny_pipeline(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def transformer(folder: Path) -> QwenImageTransformer2DModel:
-    model = QwenImageTransformer2DModel.from_pretrained(folder / "transformer")
+def transformer(tiny_model: Path) -> QwenImageTransformer2DModel:
+    model = QwenImageTransformer2DModel.from_pretrained(tiny_model / "transformer")
     assert type(model).forward.__wrapped__.__module__.startswith("diffusers."), (
         "another library replaced the reference"
     )
@@ -51,8 +43,8 @@ def transformer(folder: Path) -> QwenImageTransformer2DModel:
 
 
 @pytest.fixture
-def adapter(folder: Path) -> QwenImageAdapter:
-    return QwenImageAdapter(folder)
+def adapter(tiny_model: Path) -> QwenImageAdapter:
+    return QwenImageAdapter(tiny_model)
 
 
 def _inputs(seed: int = 0) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
@@ -191,8 +183,8 @@ def test_guidance_without_negative_prompt_is_refused(adapter):
         )
 
 
-def test_schedule_is_the_checkpoints(adapter, folder, tmp_path):
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler")
+def test_schedule_is_the_checkpoints(adapter, tiny_model, tmp_path):
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tiny_model / "scheduler")
     config = scheduler.config
     shift = (
         config.base_image_seq_len,
@@ -204,15 +196,15 @@ def test_schedule_is_the_checkpoints(adapter, folder, tmp_path):
         sigmas=torch.linspace(1, 0.1, 10).tolist(), mu=calculate_shift(12, *shift)
     )
     torch.testing.assert_close(adapter.schedule(SAMPLING), scheduler.sigmas, rtol=1e-6, atol=1e-7)
-    shutil.copytree(folder / "transformer", tmp_path / "transformer")
+    shutil.copytree(tiny_model / "transformer", tmp_path / "transformer")
     with pytest.raises(ValueError, match="scheduler_config.json does not exist"):
         QwenImageAdapter(tmp_path).schedule(SAMPLING)
 
 
-def test_prompts_are_encoded_as_by_the_stock_pipeline(adapter, folder):
+def test_prompts_are_encoded_as_by_the_stock_pipeline(adapter, tiny_model):
     texts = ["a red circle", "a photo of a blue square on a white wall"]
     embeds_BTD, mask_BT = encode_prompts(adapter, texts)
-    pipeline = QwenImagePipeline.from_pretrained(folder, vae=None, transformer=None)
+    pipeline = QwenImagePipeline.from_pretrained(tiny_model, vae=None, transformer=None)
     for row, text in enumerate(texts):
         with torch.no_grad():
             expected_BTD, _ = pipeline.encode_prompt(text)
@@ -243,7 +235,7 @@ def _text_encoders():
     return [each for each in gc.get_objects() if issubclass(type(each), wanted)]
 
 
-def test_images_are_encoded_as_by_the_stock_vae_and_pipeline(adapter, folder):
+def test_images_are_encoded_as_by_the_stock_vae_and_pipeline(adapter, tiny_model):
     pixels_BHWC = torch.randint(
         0, 256, (3, 32, 48, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
@@ -253,7 +245,7 @@ def test_images_are_encoded_as_by_the_stock_vae_and_pipeline(adapter, folder):
     assert latents_BLC.shape == (3, *adapter.latents_shape(replace(SAMPLING, height=32, width=48)))
 
     pipeline = QwenImageImg2ImgPipeline.from_pretrained(
-        folder, transformer=None, text_encoder=None, tokenizer=None
+        tiny_model, transformer=None, text_encoder=None, tokenizer=None
     )
     images_BCHW = pipeline.image_processor.preprocess(
         [Image.fromarray(pixels.numpy()) for pixels in pixels_BHWC]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,6 @@ from PIL import Image
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from examples.tiny_models.qwen_image_edit import KINDS, write_tiny_pipeline
 from megadiff.diffusion.sde import ode_step
 from megadiff.models.conditioning import IMAGE_LATENTS
 from megadiff.models.packing import TokenGrid
@@ -41,11 +40,9 @@ IMAGES = {"one": [(64, 64)], "two": [(64, 64), (32, 128)]}
 TEXTS = ["make the circle red", "turn it into a blue square, with {braces} left"]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / request.param
-    write_tiny_pipeline(folder, kind=request.param)
-    return folder
+@pytest.fixture(scope="module", params=["2509", "2511"])
+def folder(request: pytest.FixtureRequest, tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder(f"qwen_image_edit_{request.param}")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from examples.tiny_models.sd3 import KINDS, write_tiny_pipeline
 from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.models.sd3.adapter import CLIP_TOKENS, T5_TOKENS, SD3Adapter
 from megadiff.models.sd3.plan import PLAN, SERVED_NAMES
@@ -36,18 +36,14 @@ TEXTS = ["a red circle", "a blue star above the green square " * 6]
 NEGATIVE_TEXTS = ["a dark picture " * 9, ""]
 
 
-@pytest.fixture(scope="module", params=sorted(KINDS))
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / request.param
-    write_tiny_pipeline(folder, kind=request.param)
-    return folder
+@pytest.fixture(scope="module", params=["sd3_medium", "sd35_large", "sd35_medium"])
+def folder(request: pytest.FixtureRequest, tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder(request.param)
 
 
 @pytest.fixture(scope="module")
-def medium(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "medium"
-    write_tiny_pipeline(folder)
-    return folder
+def medium(tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder("sd35_medium")
 
 
 def stock_pipeline(folder: Path) -> StableDiffusion3Pipeline:

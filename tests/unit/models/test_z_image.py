@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,10 +36,8 @@ NEGATIVE_TEXTS = ["a dark picture " * 9, ""]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    write_tiny_pipeline(folder)
-    return folder
+def folder(tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder("z_image")
 
 
 @pytest.fixture(scope="module")
