@@ -5,7 +5,7 @@ and plain diffusers' answer.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -263,9 +263,10 @@ def updates(engine: Engine, first: int, stop: int) -> Iterator[dict[str, float]]
         yield engine.update(at_step(mine(engine), step), LOSS)
 
 
-def trained_weights(engine: Engine) -> dict[str, Tensor]:
-    """Return what is trained, as it would be sent to replicas; a copy."""
-    buckets = engine.named_lora(1 << 20) if engine.lora else engine.named_weights(1 << 20)
+def sent_weights(engine: Engine, components: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Return a copy of what a push sends: LoRA's tensors, or else the weights."""
+    named = engine.named_lora if engine.lora else engine.named_weights
+    buckets = named(1 << 20, components)
     return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
 
 

@@ -30,7 +30,7 @@ from tests.distributed.engines import (
     build,
     differing,
     gradient_shards,
-    trained_weights,
+    sent_weights,
     whole,
 )
 from tests.distributed.ranks import run_ranks
@@ -147,9 +147,9 @@ def _check_resume(
     engine: Engine, models: dict[str, Path], case: str, layout: str, out: Path
 ) -> None:
     """The third step of an engine that was loaded is that of the engine that was saved."""
-    trained = trained_weights(engine)
+    trained = sent_weights(engine)
     with engine.lagging():
-        lagging = trained_weights(engine)
+        lagging = sent_weights(engine)
     moved = [name for name in trained if not torch.equal(trained[name], lagging[name])]
     assert moved and engine.changed == set(engine.members)
 

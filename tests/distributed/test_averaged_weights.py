@@ -19,7 +19,7 @@ from megadiff.engines.engine import Engine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.types import FlowBatch, Sampling
-from tests.distributed.engines import trained_weights
+from tests.distributed.engines import sent_weights
 from tests.distributed.ranks import run_ranks
 
 SAMPLING = Sampling(height=48, width=48, num_inference_steps=4)
@@ -38,14 +38,14 @@ def test_warm_up_average_swap_and_checkpoint(
 
 def _worker(model: Path, out: Path, backend: str, rank: int) -> None:
     engine = _engine(model, backend, decay=DECAY, rank=rank)
-    expected, rates = trained_weights(engine), []
+    expected, rates = sent_weights(engine), []
     engine.mark_pushed()
     with engine.averaged():
         assert not engine.changed  # before the first update both are the same
     for step in range(1, 6):
         rates.append(engine.update(_batch(engine, step), flow_matching)["optim/lr"])
         decay = min(DECAY, (1 + step) / (10 + step))  # 2/11, 3/12 = DECAY, …
-        for name, weight in trained_weights(engine).items():
+        for name, weight in sent_weights(engine).items():
             expected[name] = decay * expected[name] + (1 - decay) * weight
     assert rates == [LR / 3, LR * (2 / 3), LR, LR, LR * (1 - 1 / 6)]
     _swap(engine, expected)
@@ -53,22 +53,22 @@ def _worker(model: Path, out: Path, backend: str, rank: int) -> None:
 
 
 def _swap(engine: Engine, expected: dict[str, Tensor]) -> None:
-    trained = trained_weights(engine)
+    trained = sent_weights(engine)
     engine.mark_pushed()
     with engine.averaged():
         assert engine.changed == {"transformer"}
-        averaged = trained_weights(engine)
+        averaged = sent_weights(engine)
         engine.mark_pushed()
     assert engine.changed == {"transformer"}  # replicas hold the average
     for name, value in expected.items():
         torch.testing.assert_close(averaged[name], value, rtol=1e-5, atol=1e-7)
     assert _differing(trained, averaged)
-    assert not _differing(trained, trained_weights(engine))
+    assert not _differing(trained, sent_weights(engine))
     with pytest.raises(KeyError), engine.averaged():
         raise KeyError
-    assert not _differing(trained, trained_weights(engine))
+    assert not _differing(trained, sent_weights(engine))
     with engine.averaged():
-        assert not _differing(averaged, trained_weights(engine))
+        assert not _differing(averaged, sent_weights(engine))
 
 
 def _checkpoint(engine: Engine, model: Path, out: Path, backend: str, rank: int) -> None:
@@ -82,12 +82,12 @@ def _checkpoint(engine: Engine, model: Path, out: Path, backend: str, rank: int)
     for each in (engine, resumed):
         assert each.update(_batch(each, 6), flow_matching)["optim/lr"] == LR * (1 - 2 / 6)
     with engine.averaged(), resumed.averaged():
-        assert not _differing(trained_weights(engine), trained_weights(resumed))
+        assert not _differing(sent_weights(engine), sent_weights(resumed))
 
     plain = _engine(model, backend, decay=0.0, rank=rank)
-    before = trained_weights(plain)
+    before = sent_weights(plain)
     with plain.averaged():
-        assert not _differing(before, trained_weights(plain))
+        assert not _differing(before, sent_weights(plain))
     with pytest.raises(ValueError, match="with has averaged weights, but algorithm.ema_decay=0.0"):
         plain.load(out / "with")
     plain.save(out / "without")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,18 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadiff.engines.engine import Engine
 from megadiff.models.bagel.adapter import BagelAdapter
-from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.tensors.shards import ShardFolder
 from megadiff.types import TrainBatch
 from tests.distributed.engines import (
-    LOSS,
     build,
-    gradient_shards,
     only,
+    sent_weights,
     stock_backward,
     train_batch,
     whole,
+    write_gradients,
 )
 from tests.distributed.ranks import run_ranks
 from tests.plain_module import plain_module
@@ -92,29 +90,15 @@ def _update(folder: Path, out: Path, backend: str, sizes: dict[str, int]) -> Non
     engine = build(folder, sizes, backend=backend, adapter=BagelAdapter(folder))
     member = only(engine)
     batch = bagel_batch(engine.adapter, engine.mesh.dp, engine.mesh.dp_rank)
-    before = _sent(engine)
+    before = sent_weights(engine)
 
-    captured: dict[str, list[Shard]] = {}
-    hook = member.optimizer.register_step_pre_hook(
-        lambda *_: captured.update(gradient_shards(member))
-    )
-    engine.update(batch, LOSS)
-    hook.remove()
-    write_shards(
-        out / "gradients", captured, rank=engine.mesh.rank, num_files=engine.mesh.world_size
-    )
-
-    after = _sent(engine)
+    write_gradients(engine, batch, out / "gradients")
+    after = sent_weights(engine)
     frozen = {name for name in before if name.startswith("transformer~frozen.")}
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == before.keys() - frozen
     # neither masters nor a checkpoint, and no later push, has what is frozen
     assert not {f"transformer~frozen.{name}" for name in member._masters} & frozen
     assert not any("mlp.gate_proj" in name for name in member.shards())
-    assert _sent(engine, ["transformer"]).keys() == moved
-    assert _sent(engine, ["transformer~frozen"]).keys() == frozen
-
-
-def _sent(engine: Engine, components: Sequence[str] | None = None) -> dict[str, Tensor]:
-    buckets = engine.named_weights(1 << 20, components)
-    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+    assert sent_weights(engine, ["transformer"]).keys() == moved
+    assert sent_weights(engine, ["transformer~frozen"]).keys() == frozen

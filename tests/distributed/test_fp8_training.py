@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from megadiff.engines.engine import Engine
-from tests.distributed.engines import LOSS, build, differing, mine, only, trained_weights
+from tests.distributed.engines import LOSS, build, differing, mine, only, sent_weights
 from tests.distributed.ranks import run_ranks
 
 SCALINGS = ("tensorwise", "rowwise")
@@ -56,7 +56,7 @@ def alone(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _alone_worker(model: Path, folder: Path) -> None:
     for fp8 in ("none", *SCALINGS):
         engine = _engine(model, fp8)
-        save_file(trained_weights(engine), folder / f"sent_{fp8}.safetensors")
+        save_file(sent_weights(engine), folder / f"sent_{fp8}.safetensors")
         save_file(_measured(engine), folder / f"{fp8}.safetensors")
     smaller = _engine(model, "tensorwise", microbatch_size=3)
     save_file(_measured(smaller), folder / "smaller.safetensors")
@@ -66,8 +66,8 @@ def _alone_worker(model: Path, folder: Path) -> None:
     plain = _engine(model, "none")
     plain.load(folder / "rowwise")
     plain.save(folder / "plain")
-    save_file(trained_weights(engine), folder / "later_rowwise.safetensors")
-    save_file(trained_weights(plain), folder / "later_none.safetensors")
+    save_file(sent_weights(engine), folder / "later_rowwise.safetensors")
+    save_file(sent_weights(plain), folder / "later_none.safetensors")
 
 
 @pytest.mark.parametrize("fp8", SCALINGS)

@@ -19,7 +19,7 @@ from megadiff.tensors.snapshot import Snapshot
 from megadiff.train.board import Board
 from megadiff.train.rescue import Rescue
 from megadiff.types import Progress
-from tests.distributed.engines import LOSS, build, mine, trained_weights
+from tests.distributed.engines import LOSS, build, mine, sent_weights
 from tests.distributed.ranks import run_ranks
 
 STOP_S = 60.0
@@ -33,14 +33,14 @@ def test_a_stop_while_other_weights_are_in_the_engine(tiny_model: Path, tmp_path
 def _stop_inside(model: Path, out: Path) -> None:
     for name in ("averaged", "reference"):
         engine = _engine(model)
-        trained = trained_weights(engine)
+        trained = sent_weights(engine)
         inside = threading.Event()
         stopped = threading.Event()
         context = getattr(engine, name)()
         thread = threading.Thread(target=_stay_inside, args=(context, inside, stopped), daemon=True)
         thread.start()
         assert inside.wait(STOP_S)
-        assert _differing(trained, trained_weights(engine)), name
+        assert _differing(trained, sent_weights(engine)), name
         checkpoints, rescue = _run(engine, out / name)
         rescue.rescue("SIGTERM")
         assert not _differing(trained, _load(checkpoints, model)), name
@@ -48,7 +48,7 @@ def _stop_inside(model: Path, out: Path) -> None:
         stopped.set()
         thread.join(STOP_S)
         assert not thread.is_alive(), name
-        assert not _differing(trained, trained_weights(engine)), name
+        assert not _differing(trained, sent_weights(engine)), name
 
 
 def _stay_inside(
@@ -68,7 +68,7 @@ def test_a_stop_beside_a_write_that_begins_late(tiny_model: Path, tmp_path: Path
 def _stop_while_saving(model: Path, out: Path) -> None:
     for faster in ("rescue", "periodic"):
         engine = _engine(model)
-        trained = trained_weights(engine)
+        trained = sent_weights(engine)
         checkpoints, rescue = _run(engine, out / faster)
         with _slow_writes() as pauses:
             thread = threading.Thread(target=rescue.rescue, args=("SIGTERM",))
@@ -100,11 +100,11 @@ def _stop_in_flight(model: Path, out: Path) -> None:
         with _slow_writes() as pauses:
             checkpoints.save(engine, Progress(step=1))
             if newest == 1:
-                trained = trained_weights(engine)
+                trained = sent_weights(engine)
             # the second step's only update; the step itself may be finished or not
             engine.update(mine(engine), LOSS)
             if newest == 2:
-                trained = trained_weights(engine)
+                trained = sent_weights(engine)
                 rescue.finish_step(Progress(step=1), {})
                 pauses["rescue"].over.set()
             rescue._main_failed.set()  # it is not waited for
@@ -183,7 +183,7 @@ def _load(checkpoints: Checkpoints, model: Path, *, step: int = 1) -> dict[str, 
     resumed = _engine(model)
     again = Checkpoints(checkpoints.folder.parent, resumed.config, resumed.mesh)
     assert again.load(resumed, lambda prompts: None).step == step
-    return trained_weights(resumed)
+    return sent_weights(resumed)
 
 
 def _differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
