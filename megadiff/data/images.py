@@ -104,6 +104,11 @@ def open_images(source: str, *, seed: int, kind: ItemKind = IMAGES) -> ImageSour
     path = Path(source)
     key = f"{kind.key}={source}"
 
+    # An older form of the key; as it reads like module:Class it would fail with another message.
+    if source.startswith("shapes:"):
+        now = f"examples.shapes.images:ShapesImages:{source.removeprefix('shapes:')}"
+        raise ValueError(f"data.images={source}: the shapes are a class now; say data.images={now}")
+
     if path.is_dir():
         stores = _stores_of_folder(path, kind)
     elif not path.exists() and ":" in source and kind is IMAGES:

@@ -210,6 +210,7 @@ def test_worker_processes_import_no_torch() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("shapes:60:11", "say data.images=examples.shapes.images:ShapesImages:60:11"),
         ("no_such_package:Images", "module 'no_such_package' cannot be imported .*PYTHONPATH"),
         ("examples.shapes.images:Shapes", "has no 'Shapes'.*did you mean 'ShapesImages'"),
         ("examples.shapes.world:Scene", "not a class derived from .*images.ImageSource"),
