@@ -71,11 +71,8 @@ class BucketBody:
 
     def write(self, path: Path) -> None:
         """Write into a file, from its beginning. Raises OSError."""
-        with path.open("wb", buffering=0) as file:
-            for buffer in self._buffers:
-                while len(buffer):
-                    # Linux writes less than 2 GiB at once, however much it is given.
-                    buffer = buffer[file.write(buffer) :]
+        with path.open("wb") as file:
+            file.writelines(self._buffers)
 
 
 def encode_bucket(tensors: Bucket) -> BucketBody:

@@ -12,7 +12,7 @@ import errno
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,28 +104,24 @@ class SharedBase:
         return {name: tensor.data_ptr() - self._flat.data_ptr() for name, tensor in bucket}
 
 
-class MappedPush:
-    """Tell targets in one push where the base lies, in place of sending it."""
+def mapped_send(base: SharedBase, transport: Transport) -> Callable[[Bucket], None]:
+    """Return what lets the transport's targets map a bucket of one push, in place of sending it."""
+    # here and not in send(), which other threads call: a GPU is a thread's own choice
+    memory = {target.name: base.memory() for target in transport.targets}
 
-    def __init__(self, base: SharedBase, transport: Transport) -> None:
-        """Address the transport's targets, each of which gets a handle of its own."""
-        self._base = base
-        self._transport = transport
-        # here and not in send(), which other threads call: a GPU is a thread's own choice
-        self._memory = {target.name: base.memory() for target in transport.targets}
-
-    def send(self, bucket: Bucket) -> None:
-        """Let every target map the bucket's tensors."""
+    def send(bucket: Bucket) -> None:
         source = {
             "transport": MAPPED,
             "tensors": bucket_manifest(bucket),
-            "starts": self._base.starts(bucket),
+            "starts": base.starts(bucket),
         }
 
         def request(target: PushTarget) -> None:
-            target.weights_bucket(source | {"memory": self._memory[target.name]})
+            target.weights_bucket(source | {"memory": memory[target.name]})
 
-        self._transport.wait(self._transport.start(request))
+        transport.wait(transport.start(request))
+
+    return send
 
 
 class MappedMemory:

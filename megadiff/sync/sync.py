@@ -24,7 +24,7 @@ from megadiff.observe.metrics import stage_key
 from megadiff.parallel.collectives import raise_together
 from megadiff.parallel.plan import is_lora
 from megadiff.sync.bucket import Bucket
-from megadiff.sync.shared_base import MappedPush, SharedBase
+from megadiff.sync.shared_base import SharedBase, mapped_send
 from megadiff.sync.transports.base import SyncError, Transport
 from megadiff.tensors.fingerprint import commit_digest, fingerprints
 from megadiff.tensors.lora_names import Box, lora_manifest, lora_modules, used_tensor, worker_box
@@ -161,17 +161,18 @@ class WeightSync:
         error: BaseException | None = None
         try:
             sending = thread.submit(self.transport.begin, version, manifest, self.engine.lora)
-            mapped = self._mapped_push(manifest)
+            send_base = self.transport.send
+            if self.shared_base and not all(map(is_lora, manifest)):
+                send_base = mapped_send(self.shared_base, self.transport)
 
             # To the end, even after an error: the other ranks are in the same collectives.
             for bucket in self._gathered(manifest):
                 error = error or self._outcome(sending, "send")
                 if not error and self.transport.targets:
-                    is_mapped = mapped is not None and not is_lora(bucket[0][0])
-                    send = mapped.send if mapped and is_mapped else self.transport.send
-                    sending = thread.submit(send, bucket)
+                    is_base = not is_lora(bucket[0][0])
+                    sending = thread.submit(send_base if is_base else self.transport.send, bucket)
                     with self._timer("fingerprint"):  # while the bucket travels
-                        sent.add(bucket, travels=not is_mapped)
+                        sent.add(bucket, travels=not (is_base and self.shared_base))
             error = error or self._outcome(sending, "send")
 
             difference = name_difference(set(manifest), sent.new_names)
@@ -196,12 +197,6 @@ class WeightSync:
             except Exception as failure:
                 error = error or failure
         return error
-
-    def _mapped_push(self, manifest: Manifest) -> MappedPush | None:
-        """Return what tells the targets where a shared base is, where this push is of one."""
-        if self.shared_base is None or all(map(is_lora, manifest)):
-            return None
-        return MappedPush(self.shared_base, self.transport)
 
     def _gathered(self, manifest: Manifest) -> Iterator[Bucket]:
         # Sorted, as every rank must gather in the same order.

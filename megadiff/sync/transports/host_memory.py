@@ -41,22 +41,21 @@ class HostMemory:
         # The default stream gathered the bucket.
         stream.wait_stream(torch.cuda.default_stream(device))
         with torch.cuda.stream(stream):
-            laid_out = self.laid_out(bucket, pinned=True)
+            laid_out = self.laid_out(bucket)
 
         # Once for all of the bucket's copies.
         stream.synchronize()
         return laid_out
 
-    def laid_out(self, bucket: Bucket, *, pinned: bool) -> Bucket:
-        """Return copies in this object's memory.
-
-        pinned: a GPU copies there at full speed, and without waiting for it.
-        """
+    def laid_out(self, bucket: Bucket) -> Bucket:
+        """Return copies in this object's memory."""
         manifest = bucket_manifest(bucket)
         num_bytes = flat_bytes(manifest)
         if self._flat.numel() < num_bytes:
             # Give the smaller one back first, or both would be there for a moment.
             self._flat = self._flat.new_empty(0)
-            self._flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            # A GPU copies to pinned memory at full speed, and without waiting for it.
+            is_gpu = bucket[0][1].is_cuda
+            self._flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
         write_flat(bucket, self._flat)
         return list(read_flat(manifest, self._flat))

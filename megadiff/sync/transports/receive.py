@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from megadiff.sync.transports import cuda_ipc, disk, group, shared_memory
 from megadiff.sync.transports.table import TRANSPORTS
 from megadiff.tensors.manifest import Manifest
 from megadiff.types import DTYPES
-
-Pairs = Iterator[tuple[str, Tensor]]
 
 
 def resolve(source: object, *, weights_folder: Path | None) -> tuple[Manifest, dict[str, Any]]:
@@ -61,11 +59,6 @@ class Receiver:
         self.device = device
         self._group = group.Member(device, worker=worker)
         self._memory = cuda_ipc.OpenedMemory(device)
-        self._readers: dict[str, Callable[[Mapping[str, Any]], AbstractContextManager[Pairs]]] = {
-            "file": self._file,
-            "cuda_ipc": self._flat(lambda source, manifest: self._memory.open(source["handle"])),
-            "nccl": self._flat(self._group.receive),
-        }
 
     def begin(self, transport: Mapping[str, Any]) -> None:
         """Open a push. Joins the trainer's group where the transport has one."""
@@ -78,36 +71,30 @@ class Receiver:
         """Give back at the commit what only one push needs."""
         self._memory.close()
 
-    def tensors(self, source: Mapping[str, Any]) -> AbstractContextManager[Pairs]:
+    @contextmanager
+    def tensors(self, source: Mapping[str, Any]) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Yield names and full tensors of a bucket.
 
         They are the sender's memory: valid within the context, and only to read.
         """
-        return self._readers[source["transport"]](source)
+        if source["transport"] == "file":
+            # The file is mapped: a reader that narrows a tensor reads no more than its part.
+            with safe_open(Path(source["path"]), framework="pt") as file:
+                yield ((name, file.get_tensor(name)) for name in file.keys())
+            return
 
-    @contextmanager
-    def _file(self, source: Mapping[str, Any]) -> Iterator[Pairs]:
-        # The file is mapped: a reader that narrows a tensor reads no more than its part.
-        with safe_open(Path(source["path"]), framework="pt") as file:
-            yield ((name, file.get_tensor(name)) for name in file.keys())
+        manifest = source["tensors"]
+        if source["transport"] == "nccl":
+            flat = self._group.receive(source, manifest)
+        else:
+            flat = self._memory.open(source["handle"])
+        yield read_flat(manifest, flat)
 
-    def _flat(self, flat_tensor: Callable[[Mapping[str, Any], Manifest], Tensor]):
-        @contextmanager
-        def tensors(source: Mapping[str, Any]) -> Iterator[Pairs]:
-            manifest = source["tensors"]
-            yield read_flat(manifest, flat_tensor(source, manifest))
-            if self.device.type == "cuda":
-                _finish_reading(self.device)
-
-        return tensors
-
-
-def _finish_reading(device: torch.device) -> None:
-    """Wait until nothing reads the sender's memory, which it overwrites after the answer."""
-    # Loaders, in whatever thread, read on these two streams. Others may go on: they bring weights
-    # back from host memory.
-    torch.cuda.default_stream(device).synchronize()
-    torch.cuda.current_stream(device).synchronize()
+        if self.device.type == "cuda":
+            # The sender overwrites its memory after the answer. Loaders, in whatever thread, read
+            # it on these two streams. Others may go on: they bring weights back from host memory.
+            torch.cuda.default_stream(self.device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 def _check_rows(manifest: object) -> None:

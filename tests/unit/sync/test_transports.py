@@ -67,7 +67,7 @@ def test_buckets_from_a_gpu_travel_from_one_piece_of_host_memory(memory, monkeyp
     )
     places = []
     for bucket in (small, large, small):
-        laid_out = held.laid_out(bucket, pinned=False)
+        laid_out = held.laid_out(bucket)
         assert [name for name, _ in laid_out] == [name for name, _ in bucket]
         assert all(
             torch.equal(copy, tensor)
@@ -76,9 +76,7 @@ def test_buckets_from_a_gpu_travel_from_one_piece_of_host_memory(memory, monkeyp
         assert len({tensor.untyped_storage().data_ptr() for _, tensor in laid_out}) == 1
         places.append(laid_out[0][1].data_ptr())
     assert places[1] == places[2] and held.tensors(small) is small  # already on the host
-    monkeypatch.setattr(
-        HostMemory, "tensors", lambda self, bucket: self.laid_out(bucket, pinned=False)
-    )
+    monkeypatch.setattr(HostMemory, "tensors", HostMemory.laid_out)
     folder = tmp_path / "weights"
     targets = [Target(), Target(folder=folder)]
     for transport in (
