@@ -72,9 +72,11 @@ def _chosen(lora: LoraConfig, modules: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in patterns:
             names = {name for name in modules if fnmatchcase(f".{name}", f"*.{pattern}")}
             if not names:
+                # within a block, each once
+                endings = sorted({name.split(".", 2)[-1] for name in modules})
                 raise ValueError(
                     f"lora.{key}: {pattern!r} is the end of none of the {len(modules)} modules "
-                    f"that can have LoRA: {', '.join(_endings(modules))}; correct or remove it"
+                    f"that can have LoRA: {', '.join(endings)}; correct or remove it"
                 )
             matched[key] |= names
 
@@ -85,11 +87,6 @@ def _chosen(lora: LoraConfig, modules: tuple[str, ...]) -> tuple[str, ...]:
             "modules of lora.targets; remove some of it"
         )
     return tuple(sorted(chosen))
-
-
-def _endings(modules: Iterable[str]) -> list[str]:
-    """Return the modules' names within a block, each once."""
-    return sorted({name.split(".", 2)[-1] for name in modules})
 
 
 def lora_shapes(spec: LoraSpec | None, shapes: Shapes) -> dict[str, tuple[int, int]]:

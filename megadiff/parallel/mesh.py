@@ -180,27 +180,18 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
             )
 
     peers = layout.sp * layout.tp
-    model_ranks = [
-        list(range(first, first + peers)) for first in range(0, layout.world_size, peers)
-    ]
     dp_ranks = [list(range(first, layout.world_size, peers)) for first in range(peers)]
 
     # collective over the world: no rank may leave a group out, its own or another's
     dp_group, _ = dist.new_subgroups_by_enumeration(dp_ranks, timeout=timeout)
     cpu_group = dist.new_group(backend="gloo", timeout=timeout)
-    cpu_model_group, _ = dist.new_subgroups_by_enumeration(
-        model_ranks, timeout=timeout, backend="gloo"
-    )
+    cpu_model_group, _ = dist.new_subgroups(peers, timeout=timeout, backend="gloo")
 
     # of one node it would be the same group
     local_world_size = local_world_size_of(layout.world_size)
     cpu_node_group = cpu_group
     if local_world_size < layout.world_size:
-        starts = range(0, layout.world_size, local_world_size)
-        node_ranks = [list(range(start, start + local_world_size)) for start in starts]
-        cpu_node_group, _ = dist.new_subgroups_by_enumeration(
-            node_ranks, timeout=timeout, backend="gloo"
-        )
+        cpu_node_group, _ = dist.new_subgroups(local_world_size, timeout=timeout, backend="gloo")
 
     return Mesh(
         **vars(layout),

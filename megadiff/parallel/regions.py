@@ -73,16 +73,6 @@ def gather_for_all(x_BSC: Tensor, group: Group) -> Tensor:
     return _run(x_BSC, group, _gathered, _own_rows)
 
 
-def gather_features_for_parts(x_BC: Tensor, group: Group) -> Tensor:
-    """Return the ranks' features [B, ranks · C], with the backward of gather_for_parts()."""
-    return _features_last(gather_for_parts(x_BC, group), group)
-
-
-def gather_features_for_all(x_BC: Tensor, group: Group) -> Tensor:
-    """Return the ranks' features [B, ranks · C], with the backward of gather_for_all()."""
-    return _features_last(gather_for_all(x_BC, group), group)
-
-
 def exchange(x_Nx: Tensor, group: Group) -> Tensor:
     """Send rank r the r-th of equal parts of dimension 0, and return those for this rank."""
     return _run(x_Nx, group, _exchanged, _exchanged)
@@ -129,10 +119,6 @@ _Step = Callable[[Tensor, Group], Tensor]
 
 def _run(x: Tensor, group: Group, forward: _Step, backward: _Step) -> Tensor:
     return x if group.size == 1 else _Collective.apply(x, group, forward, backward)
-
-
-def _features_last(gathered_NC: Tensor, group: Group) -> Tensor:
-    return torch.cat(gathered_NC.chunk(group.size), dim=-1)
 
 
 def _same(x: Tensor, group: Group) -> Tensor:

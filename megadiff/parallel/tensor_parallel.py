@@ -38,6 +38,7 @@ from megadiff.parallel.lora import Adapters, adapt, adapt_linears, lora_shapes
 from megadiff.parallel.mesh import Mesh
 from megadiff.parallel.plan import (
     FP8_MULTIPLE,
+    LINEAR_KINDS,
     LORA_A,
     LORA_B,
     ParallelPlan,
@@ -55,9 +56,7 @@ def init_parallel_state(mesh: Mesh) -> None:
     Collective over the world. A process makes its groups once: raises ValueError for a second mesh
     of other sizes.
     """
-    if mesh.device.type == "cpu":
-        megatron_cpu.apply(mesh.device)
-
+    megatron_cpu.apply(mesh.device)
     if parallel_state.model_parallel_is_initialized():
         made = {
             "tp": parallel_state.get_tensor_model_parallel_world_size(),
@@ -206,7 +205,7 @@ def _replace_linears(
         if placement is None or placement.kind not in builders:
             continue
 
-        if config.fp8 and placement.kind in ("column", "row"):
+        if config.fp8 and placement.kind in LINEAR_KINDS:
             odd = [size for size in placement.local_shape if size % FP8_MULTIPLE]
             if odd:
                 raise ValueError(

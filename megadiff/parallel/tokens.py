@@ -71,14 +71,11 @@ def split_tokens(
 
 def ulysses_axes(mesh: Mesh) -> TokenAxes:
     """Return the axes of an engine without tensor parallelism. Collective over the world."""
-    if mesh.device.type == "cpu":
-        megatron_cpu.apply(mesh.device)
-    # groups of one rank stand for tp
+    megatron_cpu.apply(mesh.device)
     timeout = timedelta(seconds=mesh.timeout_s)
-    ranks = [[rank] for rank in range(mesh.world_size)]
-    alone, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
-    peers = [list(range(first, first + mesh.sp)) for first in range(0, mesh.world_size, mesh.sp)]
-    sp_group, _ = dist.new_subgroups_by_enumeration(peers, timeout=timeout)
+    # groups of one rank stand for tp
+    alone, _ = dist.new_subgroups(1, timeout=timeout)
+    sp_group, _ = dist.new_subgroups(mesh.sp, timeout=timeout)
     sp_peers = group_of(sp_group)
     return TokenAxes(
         tp_group=group_of(alone),

@@ -109,9 +109,7 @@ OMISSIONS = {
     ),
     "modulation_with_sp": Omission(
         layout=WITH_SP,
-        without=patched(
-            f"{PARALLEL}.linear.gather_features_for_parts", by=regions.gather_features_for_all
-        ),
+        without=patched(f"{PARALLEL}.linear.gather_for_parts", by=regions.gather_for_all),
         wrong=("img_mod", "txt_mod", "time_text_embed"),
         only=True,
     ),
@@ -187,11 +185,10 @@ def _refusal_worker(pipeline: Path) -> None:
     parallel_state.destroy_model_parallel()
     with pytest.raises(ValueError, match=r"3\*1 = 3 does not divide the model's 8 attention heads"):
         Ranks(CASE, pipeline, Layout(sp=3), torch.float32).__enter__()
-    from megadiff.parallel.linear import layer_config
+    from megadiff.parallel.linear import check_transformer_engine
 
-    axes = SimpleNamespace(tp=1, sequence_parallel=False)
     with (
         patch("importlib.util.find_spec", lambda name: None),
         pytest.raises(ValueError, match="which is not installed"),
     ):
-        layer_config(axes, dtype=torch.bfloat16, fp8="tensorwise")
+        check_transformer_engine("tensorwise")

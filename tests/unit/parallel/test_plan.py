@@ -198,8 +198,7 @@ def test_blocks_and_attention_sites() -> None:
 
 def test_stand_ins_for_cuda_never_act_on_a_gpu() -> None:
     stock = torch.cuda.current_device
-    with pytest.raises(ValueError, match="cuda:0 needs none of the stand-ins"):
-        megatron_cpu.apply(torch.device("cuda", 0))
+    megatron_cpu.apply(torch.device("cuda", 0))
     assert torch.cuda.current_device is stock
 
 
