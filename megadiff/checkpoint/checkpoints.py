@@ -41,12 +41,7 @@ from megadiff.config.load import save_config
 from megadiff.config.schema import Config
 from megadiff.engines.engine import Engine
 from megadiff.observe.step_folders import is_due, step_folder, step_name
-from megadiff.parallel.collectives import (
-    AgreedError,
-    agreed,
-    all_reduce_max,
-    read_once,
-)
+from megadiff.parallel.collectives import AgreedError, agreed, all_reduce_max, read_once
 from megadiff.parallel.mesh import Mesh
 from megadiff.process.whole_folder import sync_entry
 from megadiff.tensors.shards import shard_file
@@ -81,8 +76,8 @@ class Checkpoints:
     """The checkpoints of one run folder. after_step(), save(), settle() and load() are collective.
 
     saved_step: of the newest whole one. resumed_from: what load() went on from, None where it began
-    at step 0. in_flight: this rank's part of the next one, None where no
-    rank has begun. beside: what they hold beside the weights, where that is anything.
+    at step 0. in_flight: this rank's part of the next one, None where no rank has begun. beside:
+    what they hold beside the weights, where that is anything.
     """
 
     def __init__(
@@ -180,9 +175,7 @@ class Checkpoints:
         except AgreedError as error:
             self.in_flight = None
             with self._finishing:  # not while _complete_early() renames it
-                self._aside.discard(write.aside)
-                if self.mesh.rank == 0:
-                    shutil.rmtree(write.aside, ignore_errors=True)
+                self._drop(write.aside)
             raise CheckpointError(
                 f"checkpoint {self.folder_of(write.progress.step)} could not be written, earlier "
                 f"ones are whole: {error}"
@@ -258,9 +251,13 @@ class Checkpoints:
             write = self.in_flight
             if write and write.aside in self._aside:
                 write.give_up()
-                self._aside.discard(write.aside)
-                if self.mesh.rank == 0:
-                    shutil.rmtree(write.aside, ignore_errors=True)
+                self._drop(write.aside)
+
+    def _drop(self, aside: Path) -> None:
+        """Let nobody complete a checkpoint, and remove what was written of it."""
+        self._aside.discard(aside)
+        if self.mesh.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
 
     def load(
         self,
@@ -346,9 +343,7 @@ class Checkpoints:
             if aside not in self._aside:
                 return
             if self.saved_step and progress.step <= self.saved_step:
-                # the other writer was faster
-                shutil.rmtree(aside, ignore_errors=True)
-                self._aside.discard(aside)
+                self._drop(aside)  # the other writer was faster
                 return
 
             self._seal(aside, progress)
@@ -394,7 +389,6 @@ class Checkpoints:
     def _candidates(self) -> list[str]:
         """Return the checkpoint folders to try, the best first."""
         resume = self.config.checkpoint.resume
-        folders = resume_candidates(self.folder, resume)
         if resume == "auto":
-            check_latest(self.folder, folders[::-1])
-        return [str(folder) for folder in folders]
+            check_latest(self.folder)
+        return list(map(str, resume_candidates(self.folder, resume)))

@@ -9,7 +9,6 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from megadiff.checkpoint.run_folders import whole_looking
@@ -48,7 +47,7 @@ def move_latest(folder: Path, name: str) -> None:
         logger.warning("%s is whole, but %s does not name it: %s", name, folder / LATEST, error)
 
 
-def check_latest(folder: Path, folders: Sequence[Path]) -> None:
+def check_latest(folder: Path) -> None:
     """Raise ValueError when `latest` names a checkpoint that is newer than all there are.
 
     Going on from an older one would hide the loss.
@@ -57,6 +56,7 @@ def check_latest(folder: Path, folders: Sequence[Path]) -> None:
     if not pointer.is_file():
         return
     name = pointer.read_bytes().decode("utf-8", errors="replace")
+    folders = whole_looking(folder)
     newest = folders[-1].name if folders else "none"
     if not re.fullmatch(r"step_[0-9]{6,}", name):
         raise ValueError(

@@ -27,16 +27,14 @@ def start_cpus() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
-def bind(
-    pid: int, gpus: Iterable[int], *, name: str = "this rank", devices: Path = PCI_DEVICES
-) -> None:
+def bind(pid: int, gpus: Iterable[int], *, name: str = "this rank") -> None:
     """Bind a process to the CPUs of its GPUs' NUMA nodes.
 
     pid: 0 for this process. gpus: as torch counts them in this process. It gets the CPUs that this
     process was started with where the machine does not say, or those leave none of the others.
     """
     allowed = start_cpus()
-    local = [local_cpus(pci_id(gpu), devices=devices) for gpu in gpus]
+    local = [local_cpus(pci_id(gpu)) for gpu in gpus]
     cpus = allowed & frozenset().union(*local)
     if not cpus or not all(local):
         cpus = allowed
@@ -52,14 +50,14 @@ def bind(
         logger.info(text, name, len(cpus), len(allowed), min(cpus), max(cpus))
 
 
-def local_cpus(pci: str, *, devices: Path = PCI_DEVICES) -> frozenset[int]:
+def local_cpus(pci: str) -> frozenset[int]:
     """Return the CPUs of a PCI device's NUMA node, none where the machine does not say.
 
     pci: domain:bus:device.function, as in /sys.
     """
     try:
-        node = int((devices / pci / "numa_node").read_text())
-        text = (devices / pci / "local_cpulist").read_text().strip()
+        node = int((PCI_DEVICES / pci / "numa_node").read_text())
+        text = (PCI_DEVICES / pci / "local_cpulist").read_text().strip()
     except (OSError, ValueError):
         return frozenset()
     if node < 0 or not text:

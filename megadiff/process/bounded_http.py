@@ -184,11 +184,7 @@ def _read(response: httpcore.Response, *, max_bytes: int, asked: str) -> Answer:
                 f"{asked} answers over {max_bytes} bytes, its limit is {max_bytes}"
             )
 
-    return Answer(
-        status=response.status,
-        headers=headers,
-        body=bytes(body),
-    )
+    return Answer(status=response.status, headers=headers, body=bytes(body))
 
 
 class _DeadlineBackend(httpcore.NetworkBackend):

@@ -40,12 +40,24 @@ def collection_paused() -> Iterator[None]:
     Nor later: what was imported is never walked through again.
     For one thread. Garbage of before is collected first: frozen, it would stay for good.
     """
-    was_on = gc.isenabled()
     gc.collect()
+    with without_collections():
+        try:
+            yield
+        finally:
+            gc.freeze()
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Let Python look for no reference cycles while very many objects are made, none in a cycle.
+
+    It would begin anew whenever there are a few more of them.
+    """
+    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if was_on:
             gc.enable()

@@ -6,12 +6,10 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXIT_CODE = 128 + signal.SIGTERM
-
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM leave the block by SystemExit, with EXIT_CODE. For the main thread."""
+    """Let SIGTERM leave the block by SystemExit, with a shell's code. For the main thread."""
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         yield
@@ -20,4 +18,4 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def _leave(*_: object) -> None:
-    raise SystemExit(EXIT_CODE)
+    raise SystemExit(128 + signal.SIGTERM)

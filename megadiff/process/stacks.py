@@ -143,22 +143,16 @@ def process_state(pid: int) -> str:
 
 def _send(row: Announcement) -> bool:
     """Send SIGNAL to exactly the process that announced itself."""
-    try:
+    with suppress(OSError):
         # Opened before the check: if the process ends after it, nobody else gets the signal.
         pidfd = os.pidfd_open(row.pid)
-    except OSError:
-        return False
-
-    try:
-        if not row.is_listening:
-            return False
-
-        with suppress(OSError):
-            signal.pidfd_send_signal(pidfd, SIGNAL)
-            return True
-        return False
-    finally:
-        os.close(pidfd)
+        try:
+            if row.is_listening:
+                signal.pidfd_send_signal(pidfd, SIGNAL)
+                return True
+        finally:
+            os.close(pidfd)
+    return False
 
 
 def _drop_ended(folder: Path, name: str) -> None:

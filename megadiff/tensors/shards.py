@@ -10,12 +10,10 @@ Fingerprints cover the tensors' bytes, the header's seal covers the header: no b
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megadiff.process.descriptors import reserve_descriptors
+from megadiff.process.garbage import without_collections
 from megadiff.tensors.covering import cover
 from megadiff.tensors.fingerprint import fingerprint
 from megadiff.tensors.seals import SEAL_KEY, UNSEALED
@@ -170,7 +169,8 @@ class ShardFolder:
 
         # all stay open: a box that is asked for may lie in any of them
         reserve_descriptors(self.num_files, what=f"{self.folder}, a file for each rank,")
-        with _without_collections():
+        # collections would take more than half of the time
+        with without_collections():
             self._read_files(file, index)
             for name, shards in self._shards.items():
                 _check_cover(self.folder, name, shards)
@@ -282,21 +282,6 @@ def _check_cover(folder: Path, name: str, shards: Sequence[StoredShard]) -> None
         f"{folder}: the {len(shards)} pieces of {name!r}, of {num_stored} elements in all, do not "
         f"cover its {num_wanted} elements once each; the checkpoint is corrupt, use the one before"
     )
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Let Python look for no reference cycles while very many objects are made, none in a cycle.
-
-    It would begin anew whenever there are a few more of them: more than half of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _overlap(

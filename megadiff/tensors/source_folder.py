@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from torch import nn
 
@@ -12,8 +11,6 @@ from megadiff.tensors.model_files import open_weights, weight_files
 from megadiff.tensors.shards import Shard
 from megadiff.tensors.stored_tensors import StoredTensor, listed
 from megadiff.types import Shapes
-
-EMPTY: Mapping[str, StoredTensor] = MappingProxyType({})
 
 
 class SourceFolder:
@@ -23,9 +20,9 @@ class SourceFolder:
     Raises ValueError when there are no weights, an indexed file is missing, or one is not whole.
     """
 
-    def __init__(self, folder: Path, lora: Mapping[str, StoredTensor] = EMPTY) -> None:
+    def __init__(self, folder: Path, lora: Mapping[str, StoredTensor] | None = None) -> None:
         self.folder = Path(folder)
-        self.lora = lora
+        self.lora = lora or {}
         files = [open_weights(path) for path in weight_files(self.folder)]
         self._file_of = {name: file for file in files for name in file.keys()}
 

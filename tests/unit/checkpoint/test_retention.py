@@ -9,18 +9,11 @@ import pytest
 
 from megadiff.checkpoint import checkpoints, retention
 from megadiff.checkpoint.retention import check_latest, move_latest, put_away_other_history
-from megadiff.checkpoint.run_folders import whole_looking
 from megadiff.observe.step_folders import step_folder, step_folders
 from megadiff.parallel.plan import ParallelPlan
 from megadiff.train.batch_files import batch_file, batch_files
 from megadiff.train.build import resume
-from tests.unit.checkpoint.test_background import Trained, loaded_step, names_in, run_of
-
-
-def save(run, step):
-    engine = Trained()
-    run.save(engine, engine.train(step))
-    run.settle()
+from tests.unit.checkpoint.runs import Trained, loaded, names_in, run_of, save_steps
 
 
 def test_an_old_one_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch, caplog):
@@ -36,13 +29,13 @@ def test_an_old_one_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch, ca
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     run = run_of(tmp_path, keep=2)
     for step in (1, 2, 3, 4):
-        save(run, step)
+        save_steps(run, step)
         assert run.saved_step == step
         assert (run.folder / "latest").read_text() == f"step_{step:06d}"
     # What may be half of a checkpoint has the name of none.
     assert names_in(run) == [".old_step_000001", "step_000003", "step_000004"]
     assert f"{run.folder / '.old_step_000001'} cannot be removed" in caplog.text
-    assert loaded_step(tmp_path) == 4
+    assert loaded(run_of(tmp_path)).step == 4
 
 
 @pytest.mark.parametrize("refused", [".writing_latest", "checkpoints"])
@@ -59,11 +52,11 @@ def test_a_disk_that_is_full_after_the_rename_ends_no_run(tmp_path, monkeypatch,
     monkeypatch.setattr(retention, "sync_entry", sync_entry)
     run = run_of(tmp_path, keep=2)
     for step in (1, 2):
-        save(run, step)
+        save_steps(run, step)
         assert run.saved_step == step
     assert names_in(run) == ["step_000001", "step_000002"]
     assert "step_000002" in caplog.text and "No space left on device" in caplog.text
-    assert loaded_step(tmp_path) == 2
+    assert loaded(run_of(tmp_path)).step == 2
 
 
 def test_completing_one_leaves_the_folder_that_another_rank_rescues_into(tmp_path):
@@ -72,14 +65,14 @@ def test_completing_one_leaves_the_folder_that_another_rank_rescues_into(tmp_pat
     other_rank = run_of(tmp_path)
     rescued = other_rank.begin_rescue(31)
     batch_file(rescued, 1).write_bytes(b"samples")
-    save(run, 30)
+    save_steps(run, 30)
     assert batch_files(rescued) == [batch_file(rescued, 1)]
     assert run.begin_rescue(31) == rescued
 
 
 def test_a_rescue_takes_no_files_of_an_earlier_attempt(tmp_path):
     """That one was killed with samples written and weights not, at the same step."""
-    save(run_of(tmp_path / "run"), 29)
+    save_steps(run_of(tmp_path / "run"), 29)
     earlier = run_of(tmp_path / "run")
     batch_file(earlier.begin_rescue(30), 1).write_bytes(b"of another history")
     (earlier.folder / ".old_step_000010").mkdir()
@@ -107,7 +100,7 @@ def test_steps_are_compared_as_numbers(tmp_path):
     assert [step for step, _ in step_folders(tmp_path)] == [999_999, 1_000_000]
 
     move_latest(tmp_path, "step_1000000")
-    check_latest(tmp_path, whole_looking(tmp_path))
+    check_latest(tmp_path)
     step_folder(tmp_path, 1_000_000).rmdir()
     with pytest.raises(ValueError, match="names step_1000000, which is not there"):
-        check_latest(tmp_path, whole_looking(tmp_path))
+        check_latest(tmp_path)
