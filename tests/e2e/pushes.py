@@ -15,8 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from megadiff.config.rollout import HEARTBEAT_S
-from megadiff.config.schema import ParallelConfig
-from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.process.identity import device_name, host_name
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
 from megadiff.rollout.client.fleet import Fleet
@@ -26,10 +24,10 @@ from megadiff.sync.transports.choose import build_transport
 from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.tensors.model_files import weight_files
-from megadiff.types import LoraSpec
+from megadiff.types import LoraSpec, Tensors
+from tests.meshes import one_rank_mesh
 
 CPU = torch.device("cpu")
-Tensors = dict[str, torch.Tensor]
 
 
 def folder_weights(model: Path, components: Collection[str]) -> Tensors:
@@ -96,10 +94,7 @@ def sync_between(
 
     folder: of transport disk. client: url, name → what talks to a replica.
     """
-    layout = resolve_layout(
-        dp=0, sp=1, tp=1, dp_replicate=ParallelConfig().dp_replicate, world_size=1
-    )
-    mesh = init_mesh(layout, "cpu")
+    cpu_group = one_rank_mesh().cpu_group
     components = sorted({name.partition(".")[0] for name in source.weights})
     clients = [client(url, name, timeout_s=60) for name, url in urls.items()]
     with Fleet(clients, batch_size=4, heartbeat_s=heartbeat_s) as fleet:
@@ -125,7 +120,7 @@ def sync_between(
                 for name, many in workers.items()
             },
             bucket_bytes=bucket_bytes,
-            cpu_group=mesh.cpu_group,
+            cpu_group=cpu_group,
         )
         yield sync, fleet
         sync.close()

@@ -13,71 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from megadiff.checkpoint import background, checkpoints
 from megadiff.checkpoint.checkpoints import CheckpointError, Checkpoints
 from megadiff.checkpoint.retention import remove_leftovers
 from megadiff.checkpoint.run_folders import whole_looking
-from megadiff.config.schema import Config
 from megadiff.process import host_memory
 from megadiff.tensors import shards
-from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import Progress
-from tests.meshes import one_rank_mesh
+from tests.unit.checkpoint.runs import NAMES, Trained, loaded, names_in, run_of
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 20.0
 NUM_KILLS = 24
-NAMES = ("model/a", "model/b", "optim/exp_avg/a")
-
-
-class Trained:
-    """Three tensors whose values are the step, in the engines' own file format."""
-
-    def __init__(self, num_elements: int = 1000) -> None:
-        self.tensors = {name: torch.zeros(num_elements) for name in NAMES}
-
-    def train(self, step: int) -> Progress:
-        for tensor in self.tensors.values():
-            tensor.fill_(step)
-        return Progress(step=step, prompts={"position": 4 * step})
-
-    def _shard(self, tensor: Tensor) -> Shard:
-        return Shard(local=tensor, offsets=(0,), shape=tuple(tensor.shape))
-
-    def snapshot(self) -> Snapshot:
-        by_name = {name: [self._shard(tensor)] for name, tensor in self.tensors.items()}
-        return Snapshot(shards=by_name, rank=0, num_files=1, values={})
-
-    def load(self, folder: Path) -> None:
-        source = ShardFolder(folder)
-        for name, tensor in self.tensors.items():
-            source.read_into(name, self._shard(tensor))
-
-
-def run_of(folder: Path, **keys: object) -> Checkpoints:
-    config = Config()
-    config.run.name = "test"
-    config.train.num_steps = 1000
-    for key, value in keys.items():
-        setattr(config.checkpoint, key, value)
-    return Checkpoints(folder, config, one_rank_mesh())
-
-
-def loaded_step(folder: Path, num_elements: int = 1000) -> int:
-    """Return the step of the checkpoint that a run would continue from, whose bits are right."""
-    engine = Trained(num_elements)
-    progress = run_of(folder).load(engine, lambda _: None)
-    for name, tensor in engine.tensors.items():
-        assert tensor.eq(progress.step).all(), name
-    return progress.step
-
-
-def names_in(run: Checkpoints) -> list[str]:
-    return sorted(path.name for path in run.folder.iterdir() if path.is_dir())
 
 
 def wait_until_saved(run: Checkpoints, step: int) -> None:
@@ -113,7 +63,7 @@ def test_the_saved_bits_are_those_of_the_step(tmp_path: Path, disk: threading.Ev
     disk.set()
     run.settle()
     assert names_in(run) == ["step_000001"] and run.in_flight is None
-    assert loaded_step(tmp_path) == 1
+    assert loaded(run_of(tmp_path)).step == 1
 
 
 def test_it_has_its_name_before_the_step_ends(tmp_path: Path) -> None:
@@ -122,7 +72,7 @@ def test_it_has_its_name_before_the_step_ends(tmp_path: Path) -> None:
     engine = Trained()
     run.save(engine, engine.train(1))
     wait_until_saved(run, 1)
-    assert loaded_step(tmp_path) == 1
+    assert loaded(run_of(tmp_path)).step == 1
     run.settle()
     assert names_in(run) == ["step_000001"]
 
@@ -147,7 +97,7 @@ def test_a_moment_of_the_filesystem_loses_nothing(
     run.save(engine, engine.train(1))
     wait_until_saved(run, 1)
     run.settle()
-    assert num_looks > 1 and names_in(run) == ["step_000001"] and loaded_step(tmp_path) == 1
+    assert num_looks > 1 and names_in(run) == ["step_000001"] and loaded(run_of(tmp_path)).step == 1
 
 
 def test_a_moment_of_the_filesystem_as_the_step_ends_loses_nothing(
@@ -170,7 +120,9 @@ def test_a_moment_of_the_filesystem_as_the_step_ends_loses_nothing(
     engine = Trained()
     run.save(engine, engine.train(1))
     run.settle()
-    assert num_tries == 3 and names_in(run) == ["step_000001"] and loaded_step(tmp_path) == 1
+    assert (
+        num_tries == 3 and names_in(run) == ["step_000001"] and loaded(run_of(tmp_path)).step == 1
+    )
 
 
 def test_the_next_one_waits_for_the_one_before(tmp_path: Path, disk: threading.Event) -> None:
@@ -182,7 +134,7 @@ def test_the_next_one_waits_for_the_one_before(tmp_path: Path, disk: threading.E
     run.after_step(engine, engine.train(2))
     run.settle()
     assert names_in(run) == ["step_000001", "step_000002"]
-    assert loaded_step(tmp_path) == 2
+    assert loaded(run_of(tmp_path)).step == 2
 
 
 def test_a_full_disk_is_told_at_the_end_of_a_step(
@@ -211,10 +163,10 @@ def test_a_full_disk_is_told_at_the_end_of_a_step(
             time.sleep(0.01)
     assert "step_000010 could not be written, earlier ones are whole" in str(caught.value)
     assert "No space left on device" in str(caught.value)
-    assert names_in(run) == ["step_000005"] and loaded_step(tmp_path) == 5
+    assert names_in(run) == ["step_000005"] and loaded(run_of(tmp_path)).step == 5
     run.save(engine, engine.train(12))  # space was made
     run.settle()
-    assert loaded_step(tmp_path) == 12
+    assert loaded(run_of(tmp_path)).step == 12
 
 
 def test_a_record_that_cannot_be_written_is_told(
@@ -317,7 +269,7 @@ def test_a_rescue_of_a_newer_step_drops_the_write_in_flight(
     engine.snapshot().write(aside, threading.Event())
     run.complete(aside, progress)
     assert names_in(run) == ["step_000003"] and run.saved_step == 3
-    assert loaded_step(tmp_path) == 3
+    assert loaded(run_of(tmp_path)).step == 3
     time.sleep(3 * checkpoints.LOOK_S)
     # nothing tells the main thread that it has ended: it must not raise while a rescue goes on
     assert not write.has_ended and names_in(run) == ["step_000003"]
@@ -336,8 +288,8 @@ def test_killed_at_random_moments_of_a_background_write(tmp_path: Path) -> None:
     for folder in folders:
         before = len(list((folder / "checkpoints").glob(".writing_step_*")))
         newest = whole_looking(folder / "checkpoints")[-1].name
-        assert f"step_{loaded_step(folder, NUM_ELEMENTS):06d}" == newest
         run = run_of(folder)
+        assert f"step_{loaded(run, NUM_ELEMENTS).step:06d}" == newest
         engine = Trained(NUM_ELEMENTS)
         run.save(engine, engine.train(900_000))
         run.settle()

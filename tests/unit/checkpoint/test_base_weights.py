@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megadiff.checkpoint.base_weights import ALL, NOT_STORED, base_difference, base_weights
+from megadiff.checkpoint.base_weights import (
+    ALL,
+    NOT_STORED,
+    base_difference,
+    base_fingerprint,
+    base_weights,
+    tensor_fingerprints,
+)
 from megadiff.checkpoint.run_folders import progress_record
 from megadiff.config.schema import Config
 from megadiff.models.registry import build_adapter
@@ -23,9 +30,10 @@ FROZEN = "language_model.model.embed_tokens.weight"
 TRAINED = "language_model.model.layers.0.mlp_moe_gen.up_proj.weight"
 
 
-def base_of(model: Path, *, kl_coef: float = 0.0) -> dict[str, str]:
+def base_of(model: Path, *, kl_coef: float = 0.0, lora_rank: int = 0) -> dict[str, str]:
     config = Config()
     config.algorithm.kl_coef = kl_coef
+    config.lora.rank = lora_rank
     return base_weights(config, build_adapter(model), one_rank_mesh())
 
 
@@ -64,6 +72,30 @@ def test_a_constant_counts(tiny_folder: Callable[[str], Path], tmp_path: Path) -
     assert base_of(folder) == saved
     scale(file, "pos_embed.pos_embed")
     assert base_difference(saved, base_of(folder))
+
+
+def test_bits_count_and_not_how_they_lie_in_files(tiny_model: Path, tmp_path: Path) -> None:
+    """Scaled by 1.05: the same names, shapes and sizes."""
+    assert base_of(tiny_model) == {}
+    original = base_of(tiny_model, kl_coef=0.04)
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    save_file(dict(sorted(tensors.items(), reverse=True)), file)
+    same = base_of(folder, lora_rank=4)
+    assert same["fingerprint"] == original["fingerprint"] and same["path"] != original["path"]
+    save_file({name: 1.05 * tensor for name, tensor in tensors.items()}, file)
+    assert base_of(folder, lora_rank=4)["fingerprint"] != original["fingerprint"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 200])
+def test_a_base_is_the_same_however_many_ranks_hash_it(tiny_model: Path, world_size: int) -> None:
+    files = {"transformer": weight_files(tiny_model / "transformer")}
+    of_ranks = [
+        tensor_fingerprints(files, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
+    assert base_fingerprint(of_ranks) == base_fingerprint([tensor_fingerprints(files)])
+    assert sum(map(len, of_ranks)) == len(load_file(files["transformer"][0]))
 
 
 def test_an_export_takes_no_other_frozen_weights(

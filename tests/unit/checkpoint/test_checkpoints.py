@@ -9,81 +9,28 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from megadiff.checkpoint.base_weights import (
-    base_fingerprint,
-    base_weights,
-    tensor_fingerprints,
-)
-from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.checkpoint.run_folders import whole_looking
-from megadiff.config.schema import Config
-from megadiff.models.registry import build_adapter
 from megadiff.parallel.collectives import AgreedError
-from megadiff.tensors.model_files import weight_files
-from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import Progress
-from tests.meshes import one_rank_mesh
+from tests.unit.checkpoint.runs import Trained, loaded, run_of, save_steps
 
 ROOT = Path(__file__).parents[3]
 
 
-class SmallEngine:
-    """One tensor whose value is the step, in the engines' own file format."""
-
-    def __init__(self):
-        self.weight = torch.zeros(1000)
-
-    @property
-    def shard(self):
-        return Shard(local=self.weight, offsets=(0,), shape=(1000,))
-
-    def snapshot(self):
-        return Snapshot(shards={"weight": [self.shard]}, rank=0, num_files=1, values={})
-
-    def load(self, folder):
-        ShardFolder(folder).read_into("weight", self.shard)
-
-
-def _checkpoints(folder, *, base=None, **keys):
-    config = Config()
-    config.run.name, config.checkpoint.keep = "test", 2
-    for key, value in keys.items():
-        setattr(config.checkpoint, key, value)
-    return Checkpoints(folder, config, one_rank_mesh(), base=base)
-
-
-def _save_steps(checkpoints, steps):
-    engine = SmallEngine()
-    for step in steps:
-        engine.weight.fill_(step)
-        checkpoints.save(engine, Progress(step=step, prompts={"position": 4 * step}))
-    checkpoints.settle()
-
-
-def _load(checkpoints):
-    engine, prompts = SmallEngine(), {}
-    progress = checkpoints.load(engine, prompts.update)
-    assert engine.weight.eq(progress.step).all()
-    assert prompts == progress.prompts
-    return progress
-
-
 def test_round_trip_keeps_the_newest(tmp_path):
-    checkpoints = _checkpoints(tmp_path)
-    assert _load(checkpoints) == Progress()
-    _save_steps(checkpoints, [1, 2, 3])
+    checkpoints = run_of(tmp_path)
+    assert loaded(checkpoints) == Progress()
+    save_steps(checkpoints, 1, 2, 3)
     assert [path.name for path in whole_looking(checkpoints.folder)] == [
         "step_000002",
         "step_000003",
     ]
     assert (checkpoints.folder / "latest").read_text() == "step_000003"
-    assert _load(_checkpoints(tmp_path)) == Progress(step=3, prompts={"position": 12})
-    assert _load(_checkpoints(tmp_path, resume="never")) == Progress()
-    assert _load(_checkpoints(tmp_path, resume=str(checkpoints.folder / "step_000002"))).step == 2
+    assert loaded(run_of(tmp_path)) == Progress(step=3, prompts={"position": 12})
+    assert loaded(run_of(tmp_path, resume="never")) == Progress()
+    assert loaded(run_of(tmp_path, resume=str(checkpoints.folder / "step_000002"))).step == 2
 
 
 def _truncate(folder):
@@ -112,60 +59,46 @@ def _flip(folder):
     ],
 )
 def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, caplog, harm, text):
-    checkpoints = _checkpoints(tmp_path)
-    _save_steps(checkpoints, [1, 2])
+    checkpoints = run_of(tmp_path)
+    save_steps(checkpoints, 1, 2)
     newest = checkpoints.folder / "step_000002"
     harm(newest)
-    assert _load(_checkpoints(tmp_path)).step == 1
+    assert loaded(run_of(tmp_path)).step == 1
     assert "step_000002 does not load" in caplog.text and text in caplog.text
     with pytest.raises(AgreedError, match="no checkpoint of"):
-        _load(_checkpoints(tmp_path, resume=str(newest)))
+        loaded(run_of(tmp_path, resume=str(newest)))
     harm(checkpoints.folder / "step_000001")
     with pytest.raises(
         AgreedError, match="set checkpoint.resume=never"
     ):  # never silently from the start
-        _load(_checkpoints(tmp_path))
+        loaded(run_of(tmp_path))
 
 
 @pytest.mark.parametrize("resume", ["never", "{folder}/step_000010"])
 def test_checkpoints_of_a_history_that_was_given_up_do_not_win(tmp_path, resume):
     """Started over, or rolled back: what is saved now is what the next start continues from."""
-    checkpoints = _checkpoints(tmp_path, keep=3)
-    _save_steps(checkpoints, [10, 20, 30])
-    again = _checkpoints(tmp_path, resume=resume.format(folder=checkpoints.folder))
-    _load(again)
-    _save_steps(again, [11])
-    assert _load(_checkpoints(tmp_path)).step == 11
+    checkpoints = run_of(tmp_path, keep=3)
+    save_steps(checkpoints, 10, 20, 30)
+    again = run_of(tmp_path, resume=resume.format(folder=checkpoints.folder))
+    loaded(again)
+    save_steps(again, 11)
+    assert loaded(run_of(tmp_path)).step == 11
     assert len(list(checkpoints.folder.glob("given_up_step_*"))) == 2
 
 
 def test_a_users_copy_is_neither_resumed_from_nor_removed(tmp_path):
-    checkpoints = _checkpoints(tmp_path, keep=1)
-    _save_steps(checkpoints, [10])
+    checkpoints = run_of(tmp_path, keep=1)
+    save_steps(checkpoints, 10)
     for name in ("step_000010_best", "step_000030_before_lr_change", "step_final"):
         shutil.copytree(checkpoints.folder / "step_000010", checkpoints.folder / name)
-    _save_steps(checkpoints, [20])
-    assert _load(_checkpoints(tmp_path)).step == 20
+    save_steps(checkpoints, 20)
+    assert loaded(run_of(tmp_path)).step == 20
     assert sorted(path.name for path in checkpoints.folder.glob("step_*")) == [
         "step_000010_best",
         "step_000020",
         "step_000030_before_lr_change",
         "step_final",
     ]
-
-
-def test_full_disk_leaves_the_earlier_ones(tmp_path, monkeypatch):
-    checkpoints = _checkpoints(tmp_path)
-    _save_steps(checkpoints, [1])
-
-    def full(self, folder, given_up):
-        raise OSError(28, "No space left on device", str(folder / "rank_00000.safetensors"))
-
-    monkeypatch.setattr(Snapshot, "write", full)
-    with pytest.raises(AgreedError, match="No space left on device"):
-        _save_steps(checkpoints, [2])
-    assert [path.name for path in checkpoints.folder.iterdir() if path.is_dir()] == ["step_000001"]
-    assert _load(_checkpoints(tmp_path)).step == 1
 
 
 def test_killed_at_any_moment_of_a_write(tmp_path):
@@ -178,14 +111,14 @@ def test_killed_at_any_moment_of_a_write(tmp_path):
     folders = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
     assert len(folders) > 10
     for folder in folders:
-        assert _load(_checkpoints(folder)).step in (1, 2)
+        assert loaded(run_of(folder)).step in (1, 2)
         pointer = (folder / "checkpoints" / "latest").read_text()
-        assert _load(_checkpoints(folder, resume=str(folder / "checkpoints" / pointer))).step in (
+        assert loaded(run_of(folder, resume=str(folder / "checkpoints" / pointer))).step in (
             1,
             2,
         )
-    assert _load(_checkpoints(folders[0])).step == 1
-    assert _load(_checkpoints(folders[-1])).step == 2
+    assert loaded(run_of(folders[0])).step == 1
+    assert loaded(run_of(folders[-1])).step == 2
 
 
 def _killed_at(moment: int, folder: Path) -> bool:
@@ -193,10 +126,10 @@ def _killed_at(moment: int, folder: Path) -> bool:
     child = os.fork()
     if child == 0:
         try:
-            checkpoints = _checkpoints(folder)
-            _save_steps(checkpoints, [1])
+            checkpoints = run_of(folder)
+            save_steps(checkpoints, 1)
             _arm(moment)
-            _save_steps(checkpoints, [2])
+            save_steps(checkpoints, 2)
             os._exit(0)
         finally:
             os._exit(4)
@@ -237,26 +170,26 @@ def _arm(moment: int) -> None:
     ],
 )
 def test_a_newest_one_that_went_missing_is_noticed(tmp_path, content, text):
-    checkpoints = _checkpoints(tmp_path)
-    _save_steps(checkpoints, [1, 2])
+    checkpoints = run_of(tmp_path)
+    save_steps(checkpoints, 1, 2)
     (checkpoints.folder / "latest").write_text(content)
     with pytest.raises(AgreedError, match=text):
-        _load(_checkpoints(tmp_path))
-    assert _load(_checkpoints(tmp_path, resume=str(checkpoints.folder / "step_000001"))).step == 1
+        loaded(run_of(tmp_path))
+    assert loaded(run_of(tmp_path, resume=str(checkpoints.folder / "step_000001"))).step == 1
     (checkpoints.folder / "latest").unlink()
-    assert _load(_checkpoints(tmp_path)).step == 2
+    assert loaded(run_of(tmp_path)).step == 2
 
 
 def test_killed_before_latest_moved_goes_on_from_what_is_there(tmp_path):
     """`latest` is older than the newest, or names one of a history that was given up just now."""
-    checkpoints = _checkpoints(tmp_path)
-    _save_steps(checkpoints, [1, 2])
+    checkpoints = run_of(tmp_path)
+    save_steps(checkpoints, 1, 2)
     (checkpoints.folder / "latest").write_text("step_000001")
-    assert _load(_checkpoints(tmp_path)).step == 2
+    assert loaded(run_of(tmp_path)).step == 2
     (checkpoints.folder / "latest").write_text("step_000002")
     given_up = checkpoints.folder / "given_up_step_000002_123"
     (checkpoints.folder / "step_000002").rename(given_up)
-    assert _load(_checkpoints(tmp_path)).step == 1
+    assert loaded(run_of(tmp_path)).step == 1
 
 
 OURS = {"path": "/models/ours", "fingerprint": "a1" * 16}
@@ -264,58 +197,28 @@ OTHER = {"path": "/models/other", "fingerprint": "b2" * 16}
 
 
 def test_a_checkpoint_over_another_base_is_refused_unless_it_is_meant(tmp_path, caplog):
-    first = _checkpoints(tmp_path, base=OURS)
-    engine = SmallEngine()
+    first = run_of(tmp_path, base=OURS)
+    engine = Trained()
     first.save(engine, first.load(engine, lambda _: None))
     first.settle()
     moved = OURS | {"path": "/elsewhere"}
-    assert _checkpoints(tmp_path, base=moved).load(engine, lambda _: None).base == moved
-    assert _checkpoints(tmp_path).load(engine, lambda _: None).base == {}  # needs none
+    assert run_of(tmp_path, base=moved).load(engine, lambda _: None).base == moved
+    assert run_of(tmp_path).load(engine, lambda _: None).base == {}  # needs none
     with pytest.raises(AgreedError) as caught:
-        _checkpoints(tmp_path, base=OTHER).load(engine, lambda _: None)
+        run_of(tmp_path, base=OTHER).load(engine, lambda _: None)
     for word in (*OURS.values(), *OTHER.values(), "checkpoint.accept_changes=true"):
         assert word in str(caught.value)
-    meant = _checkpoints(tmp_path, base=OTHER, accept_changes=True)
+    meant = run_of(tmp_path, base=OTHER, accept_changes=True)
     progress = meant.load(engine, lambda _: None)
     assert progress.base == OTHER and "goes on over those" in caplog.text
     meant.save(engine, progress)  # from here on the other one is the base
     meant.settle()
-    assert _checkpoints(tmp_path, base=OTHER).load(engine, lambda _: None).base == OTHER
-
-
-def test_base_weights_are_told_apart_by_their_bits(tiny_model, tmp_path):
-    """Scaled by 1.05: the same names, shapes and sizes. How tensors lie in files does not count."""
-    config = Config()
-    mesh = one_rank_mesh()
-    assert base_weights(config, build_adapter(tiny_model), mesh) == {}
-    config.algorithm.kl_coef = 0.04
-    original = base_weights(config, build_adapter(tiny_model), mesh)
-    config.algorithm.kl_coef, config.lora.rank = 0.0, 4
-    folder = shutil.copytree(tiny_model, tmp_path / "model")
-    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(file)
-    reordered = dict(sorted(tensors.items(), reverse=True))
-    save_file(reordered, file)
-    same = base_weights(config, build_adapter(folder), mesh)
-    assert same["fingerprint"] == original["fingerprint"] and same["path"] != original["path"]
-    save_file({name: 1.05 * tensor for name, tensor in tensors.items()}, file)
-    scaled = base_weights(config, build_adapter(folder), mesh)
-    assert scaled["fingerprint"] != original["fingerprint"]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 200])
-def test_a_base_is_the_same_however_many_ranks_hash_it(tiny_model, world_size):
-    files = {"transformer": weight_files(tiny_model / "transformer")}
-    of_ranks = [
-        tensor_fingerprints(files, rank=rank, world_size=world_size) for rank in range(world_size)
-    ]
-    assert base_fingerprint(of_ranks) == base_fingerprint([tensor_fingerprints(files)])
-    assert sum(map(len, of_ranks)) == len(load_file(files["transformer"][0]))
+    assert run_of(tmp_path, base=OTHER).load(engine, lambda _: None).base == OTHER
 
 
 def test_progress_is_plain_json(tmp_path):
-    checkpoints = _checkpoints(tmp_path)
-    _save_steps(checkpoints, [1])
+    checkpoints = run_of(tmp_path)
+    save_steps(checkpoints, 1)
     saved = json.loads((checkpoints.folder / "step_000001" / "progress.json").read_text())
     assert (
         saved["step"] == 1

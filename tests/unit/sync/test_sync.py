@@ -11,7 +11,6 @@ from safetensors.torch import load
 
 from megadiff.models.served_names import ServedPlace
 from megadiff.parallel.collectives import AgreedError
-from megadiff.parallel.plan import is_lora
 from megadiff.sync.shared_base import MAPPED, MappedMemory, SharedBase
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.base import HttpTransport
@@ -430,7 +429,3 @@ def test_a_gather_that_fails_ends_the_push(cpu_group):
     with pytest.raises(FloatingPointError, match="gather"):
         _sync(cpu_group, CountingSource(gather), target).push(1)
     assert target.version is None
-
-
-def test_is_lora():
-    assert is_lora("transformer.a.lora_A.weight") and not is_lora("transformer.a.weight")

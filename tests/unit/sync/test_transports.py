@@ -18,12 +18,13 @@ from megadiff.sync.bucket import BucketBody, bucket_manifest
 from megadiff.sync.transports import disk, shared_memory
 from megadiff.sync.transports.base import HttpTransport, SyncError, Transport
 from megadiff.sync.transports.choose import build_transport
-from megadiff.sync.transports.disk import DiskTransport
+from megadiff.sync.transports.disk import DiskTransport, StoredVersion
 from megadiff.sync.transports.host_memory import HostMemory
 from megadiff.sync.transports.receive import resolve
 from megadiff.sync.transports.shared_memory import SharedMemoryTransport
 from megadiff.sync.transports.table import OPTIONS, TRANSPORTS
 from megadiff.tensors.fingerprint import fingerprints
+from megadiff.types import Tensors
 from tests.unit.sync.push_target import (
     BUCKETS,
     CPU,
@@ -166,6 +167,11 @@ def test_a_disk_bucket_for_a_replica_without_a_folder():
         )
 
 
+def read_files(stored: StoredVersion) -> Tensors:
+    """Return what a replica that joins late loads."""
+    return {name: tensor for path in stored.files for name, tensor in load_file(path).items()}
+
+
 def test_disk_keeps_the_newest_versions_and_the_base_they_stand_on(tmp_path):
     (tmp_path / "version_00000009").mkdir()  # an earlier run's
     target = Target(folder=tmp_path)
@@ -179,7 +185,7 @@ def test_disk_keeps_the_newest_versions_and_the_base_they_stand_on(tmp_path):
     assert (
         stored.version == 6 and stored.lora == LORA and stored.manifest == MANIFEST | LORA_MANIFEST
     )
-    held = {name: tensor for path in stored.files for name, tensor in load_file(path).items()}
+    held = read_files(stored)
     assert torch.equal(held["transformer.a"], BUCKETS[0][0][1])
     assert torch.equal(held["transformer.m.lora_B.weight"], torch.full((2, 1), 6.0))
 
@@ -275,7 +281,7 @@ def test_disk_keeps_what_a_second_push_of_a_version_leaves_out(tmp_path):
         push(transport, version, [changed], LORA_MANIFEST, LORA)
         stored = disk.newest(tmp_path)
         assert stored.version == version and stored.manifest == MANIFEST | LORA_MANIFEST
-        held = {name: tensor for path in stored.files for name, tensor in load_file(path).items()}
+        held = read_files(stored)
         assert stored.fingerprints == fingerprints(held)
         assert torch.equal(held["transformer.a"], BUCKETS[0][0][1])
         assert (held["transformer.m.lora_B.weight"] == factor).all()
@@ -293,7 +299,7 @@ def test_disk_keeps_a_bucket_behind_which_some_of_its_tensors_come_again(tmp_pat
         policy = [(name, torch.full_like(tensor, factor)) for name, tensor in BUCKETS[0]]
         push(transport, 5, [policy], bucket_manifest(policy))
         stored = disk.newest(tmp_path)
-        held = {name: tensor for path in stored.files for name, tensor in load_file(path).items()}
+        held = read_files(stored)
         assert stored.fingerprints == fingerprints(held) and held.keys() == manifest.keys()
         assert all((held[name] == factor).all() for name, _ in policy)
     assert len(stored.files) == 2  # the policy before is gone
@@ -316,7 +322,7 @@ def test_disk_keeps_what_the_parts_of_a_version_stand_on(tmp_path):
         push(transport, version, [tensors] if tensors else [], bucket_manifest(tensors), LORA)
     assert disk.versions(tmp_path) == [1, 2, 3, 4, 5]
     stored = disk.newest(tmp_path)
-    held = {name: tensor for path in stored.files for name, tensor in load_file(path).items()}
+    held = read_files(stored)
     assert stored.manifest.keys() == pair.keys() and stored.version == 5
     values = {name: float((tensor - pair[name]).max()) for name, tensor in held.items()}
     assert values == {"one.a": 4, "two.a": 1, "one.m.lora_A.weight": 3, "two.m.lora_A.weight": 2}

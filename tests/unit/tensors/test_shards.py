@@ -162,20 +162,11 @@ def _read_all(folder: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("kept", [0, 5, 100, -1])
-def test_truncated_file_is_named(tmp_path, kept):
-    _write(tmp_path)
-    file = shard_file(tmp_path, 1)
-    file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"rank_00001.safetensors.*truncated"):
-        _read_all(tmp_path)
-
-
-def test_truncated_tensor_is_named(tmp_path):
+def test_truncated_file_is_named(tmp_path):
     _write(tmp_path)
     file = shard_file(tmp_path, 1)
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="tensor 'a'"):
+    with pytest.raises(ValueError, match="rank_00001.safetensors is truncated: tensor 'a'"):
         _read_all(tmp_path)
 
 
