@@ -10,7 +10,7 @@ succeeded.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -161,7 +161,7 @@ class WeightSync:
         error: BaseException | None = None
         try:
             sending = thread.submit(self.transport.begin, version, manifest, self.engine.lora)
-            send_base = self.transport.send
+            send_base: Callable[[Bucket], None] = self.transport.send
             if self.shared_base and not all(map(is_lora, manifest)):
                 send_base = mapped_send(self.shared_base, self.transport)
 
