@@ -210,9 +210,7 @@ def _sync(
         source,
         built,
         manifest,
-        boxes={
-            name: [boxes_from_json(one["boxes"]) for one in many] for name, many in workers.items()
-        },
+        boxes={name: boxes_from_json(rows) for name, rows in workers.items()},
         bucket_bytes=options.bucket_mib * 2**20,
         cpu_group=mesh.cpu_group,
     )

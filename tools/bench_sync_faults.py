@@ -141,14 +141,11 @@ class Trials:
         if isinstance(built, GroupTransport):
             built.timeout_s = MESSAGE_S
             self.injector.first_ranks = built.first_ranks
-        boxes = {}
-        for name, rows in workers.items():
-            boxes[name] = [boxes_from_json(row["boxes"]) for row in rows]
         return WeightSync(
             self.weights,
             built,
             self.weights.manifest,
-            boxes=boxes,
+            boxes={name: boxes_from_json(rows) for name, rows in workers.items()},
             bucket_bytes=BUCKET_BYTES,
             cpu_group=mesh.cpu_group,
         )

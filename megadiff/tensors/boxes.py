@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megadiff.tensors.lora_names import Box
+from megadiff.types import JsonObject
 
 
 def worker_boxes(
@@ -38,9 +39,10 @@ def worker_boxes(
     return boxes
 
 
-def boxes_from_json(value: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, Box]:
-    """Restore worker_boxes' value from JSON, which has lists for tuples."""
-    boxes: dict[str, Box] = {}
-    for name, box in value.items():
-        boxes[name] = tuple((begin, end) for begin, end in box)
+def boxes_from_json(workers: Iterable[JsonObject]) -> list[dict[str, Box]]:
+    """Return each worker's boxes, which JSON has under `boxes` and with lists for tuples."""
+    boxes = []
+    for worker in workers:
+        pairs = worker["boxes"].items()
+        boxes.append({name: tuple((begin, end) for begin, end in box) for name, box in pairs})
     return boxes

@@ -56,14 +56,11 @@ def build_sync(engine: Engine, fleet: Fleet) -> WeightSync:
         mesh.cpu_group,
     )
 
-    boxes = {}
-    for name, replica_workers in workers.items():
-        boxes[name] = [boxes_from_json(worker["boxes"]) for worker in replica_workers]
     return WeightSync(
         engine,
         transport,
         manifest,
-        boxes=boxes,
+        boxes={name: boxes_from_json(rows) for name, rows in workers.items()},
         bucket_bytes=config.sync.bucket_mib * 2**20,
         cpu_group=mesh.cpu_group,
         shared_base=engine.shared_base,

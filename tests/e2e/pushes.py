@@ -115,10 +115,7 @@ def sync_between(
             source,
             built,
             folder_manifest(model, tuple(components), dtype="float32"),
-            boxes={
-                name: [boxes_from_json(one["boxes"]) for one in many]
-                for name, many in workers.items()
-            },
+            boxes={name: boxes_from_json(rows) for name, rows in workers.items()},
             bucket_bytes=bucket_bytes,
             cpu_group=cpu_group,
         )

@@ -55,7 +55,7 @@ def _is_there(stored: StoredVersion, folder: Path) -> bool:
 
 
 async def _load(replica: Replica, stored: StoredVersion) -> None:
-    boxes = [boxes_from_json(worker["boxes"]) for worker in replica.workers]
+    boxes = boxes_from_json(replica.workers)
     sent = SentFingerprints({replica.spec.name: boxes}, lora=stored.lora)
     read: dict[str, str] = {}
 
