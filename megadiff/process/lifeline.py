@@ -37,7 +37,15 @@ def exit_with(pid: int) -> None:
 
 def watch(pidfd: int, then: Callable[[], object]) -> None:
     """Call `then` in a thread of its own when the process behind the pidfd is gone."""
-    threading.Thread(target=_wait, args=(pidfd, then), name="lifeline", daemon=True).start()
+
+    def wait() -> None:
+        poll = select.poll()
+        # A pidfd becomes readable when its process ends.
+        poll.register(pidfd, select.POLLIN)
+        poll.poll()
+        then()
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
 
 def launcher_pid() -> int | None:
@@ -81,14 +89,6 @@ def kill_children(*, session: int | None = None) -> None:
                 child.kill()
         except (psutil.Error, OSError):  # it has just ended, or is another user's by now
             continue
-
-
-def _wait(pidfd: int, then: Callable[[], object]) -> None:
-    poll = select.poll()
-    # A pidfd becomes readable when its process ends.
-    poll.register(pidfd, select.POLLIN)
-    poll.poll()
-    then()
 
 
 def _die(pid: int) -> None:
