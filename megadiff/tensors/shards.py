@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from torch import Tensor
 from megadiff.process.descriptors import reserve_descriptors
 from megadiff.process.garbage import without_collections
 from megadiff.tensors.covering import cover
-from megadiff.tensors.fingerprint import fingerprint
 from megadiff.tensors.seals import SEAL_KEY, UNSEALED
 from megadiff.tensors.shard_index import (
     FORMAT,
@@ -106,53 +104,10 @@ class ShardWriter:
         return {METADATA_KEY: json.dumps(index), SEAL_KEY: UNSEALED}
 
 
-def write_shards(
-    folder: Path,
-    shards: Mapping[str, Sequence[Shard]],
-    *,
-    rank: int,
-    num_files: int,
-    values: Mapping[str, object] | None = None,
-    given_up: threading.Event | None = None,
-) -> None:
-    """Write one rank's shards in float32, whatever dtype frozen weights are held in.
-
-    Every rank of num_files writes a file, be it empty, so that a lost one is noticed. A shard that
-    several ranks hold is written by one of them. values: JSON, the same on every rank.
-    given_up: once it is set, it returns without a file of that name; the folder is there.
-    """
-    # Any rank may be the first. A folder that was given up is gone, and must not come back.
-    if given_up is None:
-        folder.mkdir(parents=True, exist_ok=True)
-
-    boxes: dict[str, TensorBox] = {}
-    tensors: dict[str, Tensor] = {}
-    for name, shards_of_tensor in shards.items():
-        for index, shard in enumerate(shards_of_tensor):
-            key = f"{name}#{index}" if index else name
-            tensors[key] = shard.local
-            boxes[key] = TensorBox(
-                tensor=name,
-                shape=shard.shape,
-                offsets=shard.offsets,
-                local_shape=tuple(shard.local.shape),
-            )
-
-    writer = ShardWriter(folder, boxes, rank=rank, num_files=num_files, values=values or {})
-    for key, tensor in tensors.items():
-        if given_up and given_up.is_set():
-            return
-        # One by one, so that host memory holds the copy of one shard only.
-        on_host = tensor.detach().to("cpu", torch.float32).contiguous()
-        writer.fingerprints[key] = fingerprint(on_host)
-        writer.file.write(key, on_host)
-    writer.close(sync=True)
-
-
 class ShardFolder:
     """The shard files of a checkpoint, as the full tensors that they make up.
 
-    values: what write_shards was given. shapes: name → shape of the full tensor. num_files: of as
+    values: what the snapshots had. shapes: name → shape of the full tensor. num_files: of as
     many ranks. The shards of a tensor are disjoint and cover it. Raises ValueError, naming the file
     and where it can the tensor, when a file is missing, damaged or of another checkpoint.
     """

@@ -27,7 +27,8 @@ from megadiff.engines.sharded import ShardedEngine
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import Layout, init_mesh, resolve_layout
-from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.tensors.shards import Shard, ShardFolder
+from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import Prompt, RolloutGroup, Sampling, TrainBatch
 
 # 3×3 latent tokens and 5, 7, 4 text tokens: neither length divides by sp=2
@@ -232,8 +233,8 @@ def stock_gradients(tiny_model: Path, scale: float) -> dict[str, Tensor]:
 
 
 def gradient_shards(engine: ShardedEngine) -> dict[str, list[Shard]]:
-    """This rank's pieces of the reduced gradients, each on its first holder only; for
-    write_shards.
+    """This rank's pieces of the reduced gradients, each on its first holder only; for a
+    Snapshot.
     """
     held = {
         name: local(held.grad) for name, held in engine._optimized.items() if held.grad is not None
@@ -251,7 +252,8 @@ def write_gradients(engine: Engine, batch: TrainBatch, folder: Path) -> None:
     figures = engine.update(batch, LOSS)
     hook.remove()
     mesh = engine.mesh
-    write_shards(folder, captured, rank=mesh.rank, num_files=mesh.world_size, values=figures)
+    snapshot = Snapshot(shards=captured, rank=mesh.rank, num_files=mesh.world_size, values=figures)
+    snapshot.write(folder)
 
 
 def updates(engine: Engine, first: int, stop: int) -> Iterator[dict[str, float]]:

@@ -21,7 +21,8 @@ from megadiff.config.schema import AlgorithmConfig
 from megadiff.engines.engine import Engine
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.wan22.adapter import WanAdapter
-from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.tensors.shards import Shard, ShardFolder
+from megadiff.tensors.snapshot import Snapshot
 from megadiff.train.update import update
 from megadiff.types import Progress, RolloutGroup
 from tests.distributed import two_experts
@@ -237,4 +238,5 @@ def _write_steps(engine: Engine, folder: Path) -> None:
     figures = [_step(engine, step) for step in range(NUM_STEPS)]
     mesh = engine.mesh
     values = {"steps": figures}
-    write_shards(folder, captured, rank=mesh.rank, num_files=mesh.world_size, values=values)
+    snapshot = Snapshot(shards=captured, rank=mesh.rank, num_files=mesh.world_size, values=values)
+    snapshot.write(folder)

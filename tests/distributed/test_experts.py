@@ -24,7 +24,8 @@ from megadiff.diffusion import sde
 from megadiff.engines.engine import Engine
 from megadiff.engines.microbatch import component_rows, loss_inputs, microbatches
 from megadiff.models.wan22.adapter import WanAdapter
-from megadiff.tensors.shards import ShardFolder, write_shards
+from megadiff.tensors.shards import ShardFolder
+from megadiff.tensors.snapshot import Snapshot
 from megadiff.train.log_probs import log_probs
 from megadiff.types import TrainBatch
 from tests.distributed.engines import LOSS, build, differing, gradient_shards, whole
@@ -205,9 +206,9 @@ def _write_gradients(engine: Engine, windows: str, folder: Path) -> None:
 
         member.optimizer.register_step_pre_hook(capture)
     figures = engine.update(_mine(engine, windows), LOSS)
-    write_shards(
-        folder, captured, rank=engine.mesh.rank, num_files=engine.mesh.world_size, values=figures
-    )
+    Snapshot(
+        shards=captured, rank=engine.mesh.rank, num_files=engine.mesh.world_size, values=figures
+    ).write(folder)
 
 
 def _idle_update(engine: Engine) -> list[dict[str, float]]:

@@ -26,7 +26,8 @@ from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.qwen_image.plan import PLAN
 from megadiff.parallel.lora import lora_shapes, lora_spec, start_values
 from megadiff.tensors.lora_files import DIFFUSERS_WEIGHTS
-from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.tensors.shards import Shard, ShardFolder
+from megadiff.tensors.snapshot import Snapshot
 from megadiff.train.log_probs import log_probs
 from megadiff.types import LoraSpec
 from tests.distributed.engines import (
@@ -78,18 +79,14 @@ def start(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         name: torch.randn(shape, generator=generator) / shape[1] ** 0.5
         for name, shape in shapes.items()
     }
-    write_shards(
-        folder,
-        {
-            f"model/transformer.{name}": [
-                Shard(local=tensor, offsets=(0, 0), shape=tuple(tensor.shape))
-            ]
-            for name, tensor in tensors.items()
-        },
-        rank=0,
-        num_files=1,
-        values={"optimizer_steps": {}, "lora": lora_values(spec)},
-    )
+    shards = {
+        f"model/transformer.{name}": [
+            Shard(local=tensor, offsets=(0, 0), shape=tuple(tensor.shape))
+        ]
+        for name, tensor in tensors.items()
+    }
+    values = {"optimizer_steps": {}, "lora": lora_values(spec)}
+    Snapshot(shards=shards, rank=0, num_files=1, values=values).write(folder)
     return folder
 
 

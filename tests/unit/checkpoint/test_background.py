@@ -20,7 +20,7 @@ from megadiff.checkpoint.checkpoints import CheckpointError, Checkpoints
 from megadiff.checkpoint.retention import remove_leftovers
 from megadiff.checkpoint.run_folders import whole_looking
 from megadiff.process import host_memory
-from megadiff.tensors import shards
+from megadiff.tensors import snapshot
 from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import Progress
 from tests.unit.checkpoint.runs import NAMES, Trained, loaded, names_in, run_of
@@ -146,7 +146,7 @@ def test_a_full_disk_is_told_at_the_end_of_a_step(
     run.settle()
     # the disk is full when most of the file is written
     num_written = 0
-    stock_fingerprint = shards.fingerprint
+    stock_fingerprint = snapshot.fingerprint
 
     def full(tensor: Tensor) -> str:
         nonlocal num_written
@@ -156,7 +156,7 @@ def test_a_full_disk_is_told_at_the_end_of_a_step(
         return stock_fingerprint(tensor)
 
     with monkeypatch.context() as patched, pytest.raises(CheckpointError) as caught:
-        patched.setattr(shards, "fingerprint", full)
+        patched.setattr(snapshot, "fingerprint", full)
         for step in range(10, 1000):
             run.after_step(engine, engine.train(step))
             run.config.checkpoint.every = 0

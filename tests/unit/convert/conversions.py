@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megadiff.checkpoint.run_folders import progress_record
 from megadiff.convert.command import main
-from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.tensors.shards import Shard, ShardFolder
+from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import LoraSpec, Progress
 
 WEIGHTS = Path("transformer") / "diffusion_pytorch_model.safetensors"
@@ -90,7 +91,7 @@ def write_checkpoint(
             for name, tensor in tensors.items()
             if rank == 0 or tensor.ndim > 1
         }
-        write_shards(folder, shards, rank=rank, num_files=num_ranks, values=values)
+        Snapshot(shards=shards, rank=rank, num_files=num_ranks, values=values).write(folder)
     (folder / "config.yaml").write_text(json.dumps({"model": {"path": str(model)}, "seed": 3}))
     seal(folder, step=step)
     return folder

@@ -18,7 +18,8 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.lora import lora_shapes, lora_spec, start_values
 from megadiff.tensors.lora_files import DIFFUSERS_WEIGHTS
-from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.tensors.shards import Shard, ShardFolder
+from megadiff.tensors.snapshot import Snapshot
 from megadiff.tensors.source_folder import SourceFolder
 from megadiff.types import LoraSpec
 from tests.lora_tensors import write_lora
@@ -73,7 +74,7 @@ def test_pieces_of_a_start_are_parts_of_one_tensor(tiny_model: Path) -> None:
 
 def _folder(tmp_path, lora: LoraSpec | None) -> ShardFolder:
     values = {"optimizer_steps": {}} | ({"lora": lora_values(lora)} if lora else {})
-    write_shards(tmp_path, {}, rank=0, num_files=1, values=values)
+    Snapshot(shards={}, rank=0, num_files=1, values=values).write(tmp_path)
     return ShardFolder(tmp_path)
 
 

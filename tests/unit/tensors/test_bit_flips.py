@@ -20,7 +20,7 @@ from megadiff.checkpoint.run_folders import read_config, read_progress
 from megadiff.config.schema import Config
 from megadiff.parallel.collectives import AgreedError
 from megadiff.tensors import shards
-from megadiff.tensors.shards import Shard, ShardFolder, write_shards
+from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import Progress
 from tests.meshes import one_rank_mesh
@@ -201,6 +201,6 @@ def test_an_index_that_was_sealed_with_nonsense_is_named(
     with monkeypatch.context() as patched:
         patched.setattr(shards, "json", SimpleNamespace(dumps=spoiled))
         whole = Shard(local=torch.ones(4, 2), offsets=(0, 0), shape=(4, 2))
-        write_shards(tmp_path, {"a": [whole]}, rank=0, num_files=1)
+        Snapshot(shards={"a": [whole]}, rank=0, num_files=1).write(tmp_path)
     with pytest.raises(ValueError, match="rank_00000.safetensors"):
         read_tensors(tmp_path)

@@ -21,7 +21,8 @@ from megadiff.tensors import shard_index, shards
 from megadiff.tensors.covering import cover
 from megadiff.tensors.flat_shards import flat_shards
 from megadiff.tensors.manifest import folder_manifest
-from megadiff.tensors.shards import Shard, ShardFolder, shard_file, write_shards
+from megadiff.tensors.shards import Shard, ShardFolder, shard_file
+from megadiff.tensors.snapshot import Snapshot
 from megadiff.tensors.source_folder import SourceFolder
 from megadiff.tensors.tensor_file import TensorFile
 
@@ -50,7 +51,7 @@ def _write(folder: Path) -> None:
         }
         if rank == 0:
             shards["scalar"] = [Shard(local=FULL["scalar"], offsets=(), shape=())]
-        write_shards(folder, shards, rank=rank, num_files=2, values={"step": 3})
+        Snapshot(shards=shards, rank=rank, num_files=2, values={"step": 3}).write(folder)
 
 
 @pytest.mark.parametrize("bounds", [[0, 7], [0, 4, 7], [0, 3, 6, 7, 7], [0, 1, 5, 7]])
@@ -120,9 +121,9 @@ def test_ranges_written_by_some_ranks_are_read_by_others(tmp_path, cuts, wanted)
     box = Shard(local=CUBE.to("meta"), offsets=(0, 0, 0), shape=(3, 4, 5))
     ranges = [(begin, CUBE.reshape(-1)[begin:end]) for begin, end in pairwise(cuts)]
     for rank, (begin, flat) in enumerate(ranges):
-        write_shards(
-            tmp_path, {"cube": flat_shards(flat, begin, box)}, rank=rank, num_files=len(ranges)
-        )
+        Snapshot(
+            shards={"cube": flat_shards(flat, begin, box)}, rank=rank, num_files=len(ranges)
+        ).write(tmp_path)
     source = ShardFolder(tmp_path)
     assert source.shapes == {"cube": (3, 4, 5)}
     for begin, end in pairwise(wanted):
@@ -196,10 +197,10 @@ def test_pieces_that_do_not_cover_their_tensor_once_are_refused_at_opening(tmp_p
         Shard(local=torch.zeros(size, 5), offsets=(begin, 0), shape=(7, 5))
         for begin, size in ((0, 4), (2, 3))
     ]
-    write_shards(tmp_path, {"a": rows[:1]}, rank=0, num_files=1)
+    Snapshot(shards={"a": rows[:1]}, rank=0, num_files=1).write(tmp_path)
     with pytest.raises(ValueError, match="20 of the 35 elements of 'a'.*incomplete"):
         ShardFolder(tmp_path)
-    write_shards(tmp_path, {"a": rows}, rank=0, num_files=1)
+    Snapshot(shards={"a": rows}, rank=0, num_files=1).write(tmp_path)
     with pytest.raises(ValueError, match="2 pieces of 'a', of 35 elements in all, do not cover"):
         ShardFolder(tmp_path)
 
@@ -251,7 +252,9 @@ def test_files_of_two_checkpoints_are_not_mixed(tmp_path):
         for rank in range(2):
             shard = _rows(FULL["a"], [0, 4, 7], rank)
             values = {"step": step}
-            write_shards(tmp_path / name, {"a": [shard]}, rank=rank, num_files=2, values=values)
+            Snapshot(shards={"a": [shard]}, rank=rank, num_files=2, values=values).write(
+                tmp_path / name
+            )
     shard_file(tmp_path / "old", 1).rename(shard_file(tmp_path / "new", 1))
     with pytest.raises(ValueError, match=r"rank_00001.safetensors has values=\{'step': 3\}, but"):
         ShardFolder(tmp_path / "new")
@@ -266,7 +269,7 @@ def test_a_shard_of_many_takes_little_memory(tmp_path):
         tensors = {
             f"model/transformer.blocks.{i}.attn.to_q.weight": [piece] for i in range(num_tensors)
         }
-        write_shards(tmp_path, tensors, rank=rank, num_files=num_files)
+        Snapshot(shards=tensors, rank=rank, num_files=num_files).write(tmp_path)
     ShardFolder(tmp_path)  # what is imported and interned once does not count
 
     tracemalloc.start()
@@ -309,7 +312,7 @@ def test_what_equals_a_known_number_is_not_taken_for_it(tmp_path, value):
 
 def test_unknown_and_misshapen_tensors_are_named(tmp_path):
     shard = Shard(local=torch.zeros(7, 5), offsets=(0, 0), shape=(7, 5))
-    write_shards(tmp_path, {"a": [shard]}, rank=0, num_files=1)
+    Snapshot(shards={"a": [shard]}, rank=0, num_files=1).write(tmp_path)
     source = ShardFolder(tmp_path)
     with pytest.raises(ValueError, match="no tensor 'c'"):
         source.read_into("c", shard)
