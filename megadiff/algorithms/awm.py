@@ -37,7 +37,5 @@ def awm(
     old_log_prob_B = log_prob_B.detach() if old_BLC is None else log_prob(old_BLC)
     ratio_B = torch.exp(log_prob_B - old_log_prob_B)
 
-    advantage_B = inputs.advantage_B.clamp(-adv_clip_max, adv_clip_max)
-    loss_B, is_clipped_B = clipped_loss(advantage_B, ratio_B, clip_range)
-    figures = {"policy/clip_fraction": is_clipped_B, "policy/ratio_mean": ratio_B}
+    loss_B, figures = clipped_loss(inputs.advantage_B, ratio_B, clip_range, adv_clip_max)
     return sum_matches(inputs, loss_B, figures, kl_coef=kl_coef, lagging_kl_coef=lagging_kl_coef)

@@ -21,8 +21,5 @@ def flow_grpo(
     latent elements. w, KL(policy ‖ reference) in mean space and r's old policy: see policy_steps.
     """
     steps = policy_steps(inputs)
-    ratio_B = steps.ratio_B
-    advantage_B = inputs.advantage_B.clamp(-adv_clip_max, adv_clip_max)
-    loss_B, is_clipped_B = clipped_loss(advantage_B, ratio_B, clip_range)
-    figures = {"policy/clip_fraction": is_clipped_B, "policy/ratio_mean": ratio_B}
+    loss_B, figures = clipped_loss(inputs.advantage_B, steps.ratio_B, clip_range, adv_clip_max)
     return sum_steps(inputs, steps, loss_B, figures, kl_coef=kl_coef, step_weight=step_weight)

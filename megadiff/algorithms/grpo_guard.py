@@ -31,8 +31,6 @@ def grpo_guard(
     moved_BLC = (noise_BLC * (steps.mean_BLC - steps.old_mean_BLC)).double()
     ratio_B = torch.exp(moved_BLC.mean(dim=(1, 2)))
 
-    advantage_B = inputs.advantage_B.clamp(-adv_clip_max, adv_clip_max)
-    loss_B, is_clipped_B = clipped_loss(advantage_B, ratio_B, clip_range)
+    loss_B, figures = clipped_loss(inputs.advantage_B, ratio_B, clip_range, adv_clip_max)
     loss_B = loss_B / (inputs.sigma_B - inputs.sigma_next_B)
-    figures = {"policy/clip_fraction": is_clipped_B, "policy/ratio_mean": ratio_B}
     return sum_steps(inputs, steps, loss_B, figures, kl_coef=kl_coef, step_weight=step_weight)

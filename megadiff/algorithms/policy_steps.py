@@ -75,7 +75,10 @@ def sum_steps(
     figures["policy/kl_old"] = 0.5 * (steps.log_prob_B - steps.old_log_prob_B) ** 2  # k2 estimator
 
     if inputs.rollout_log_prob_B is not None:
-        importance_B = importance_weights(steps.old_log_prob_B, inputs.rollout_log_prob_B)
+        # truncated importance sampling between a replica's arithmetic and the trainer's;
+        # arXiv 2110.00641 splits the two policies
+        ratio_B = torch.exp(steps.old_log_prob_B - inputs.rollout_log_prob_B)
+        importance_B = ratio_B.clamp(max=IMPORTANCE_CAP)
         loss_B = loss_B * importance_B
         figures["policy/importance_mean"] = importance_B
 
@@ -93,12 +96,3 @@ def sum_steps(
         figures["policy/kl_ref"] = kl_B
 
     return sum_rows(loss_B, figures, inputs.weight_B)
-
-
-def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
-    """Return min(exp(old − rollout), IMPORTANCE_CAP).
-
-    Truncated importance sampling between a replica's arithmetic and the trainer's.
-    arXiv 2110.00641 splits the two policies.
-    """
-    return torch.exp(old_log_probs - rollout_log_probs).clamp(max=IMPORTANCE_CAP)

@@ -13,17 +13,19 @@ ClipRange = tuple[float, float]  # below 1, above 1
 
 
 def clipped_loss(
-    advantage_B: Tensor, ratio_B: Tensor, clip_range: ClipRange
-) -> tuple[Tensor, Tensor]:
-    """Return (max(−A·ratio, −A·clip(ratio)), whether the ratio is out of range), [B] each.
+    advantage_B: Tensor, ratio_B: Tensor, clip_range: ClipRange, adv_clip_max: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return max(−A·ratio, −A·clip(ratio)), [B], and the ratio's figures, [B] by their names.
 
-    PPO, arXiv 1707.06347.
+    A is within ± adv_clip_max. PPO, arXiv 1707.06347.
     """
+    advantage_B = advantage_B.clamp(-adv_clip_max, adv_clip_max)
     low = 1 - clip_range[0]
     high = 1 + clip_range[1]
     # the larger loss: clipping may never make a row look better than it is
     loss_B = torch.maximum(-advantage_B * ratio_B, -advantage_B * ratio_B.clamp(low, high))
-    return loss_B, (ratio_B < low) | (ratio_B > high)
+    is_clipped_B = (ratio_B < low) | (ratio_B > high)
+    return loss_B, {"policy/clip_fraction": is_clipped_B, "policy/ratio_mean": ratio_B}
 
 
 def mean_square(value_BLC: Tensor) -> Tensor:

@@ -9,14 +9,6 @@ from megadiff.algorithms.advantage import gdpo_advantages, group_advantages
 REWARDS = torch.tensor([[1.0, 2.0, 3.0, 6.0], [0.0, 0.0, 1.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
 
 
-def test_per_group_by_hand():
-    advantages, weights = group_advantages(REWARDS, kind="group")
-    std = (sum((r - 3) ** 2 for r in (1, 2, 3, 6)) / 4) ** 0.5
-    assert advantages[0].tolist() == pytest.approx([(r - 3) / (std + 1e-4) for r in (1, 2, 3, 6)])
-    assert weights.tolist() == [[1.0] * 4, [1.0] * 4, [0.0] * 4]  # no signal
-    assert advantages.shape == REWARDS.shape and torch.equal(advantages[2], torch.zeros(4))
-
-
 def test_global_std_is_that_of_all_ranks():
     """Two ranks with one half each see the std of the whole, through one sum."""
     whole, _ = group_advantages(REWARDS, kind="global")
@@ -64,13 +56,6 @@ def test_none_is_the_reward_above_its_group_and_needs_no_other_rank():
     assert weights.tolist() == [[1.0] * 4, [1.0] * 4, [0.0] * 4]
 
 
-def test_advantages_do_not_depend_on_reward_offset():
-    torch.testing.assert_close(
-        group_advantages(REWARDS, kind="global")[0],
-        group_advantages(REWARDS + 10, kind="global")[0],
-    )
-
-
 def _unlike_rewards() -> dict[str, torch.Tensor]:
     """A reward that hardly spreads within a group beside one that spreads by 25 times as much."""
     generator = np.random.default_rng(0)
@@ -78,20 +63,6 @@ def _unlike_rewards() -> dict[str, torch.Tensor]:
         "pick": torch.tensor(0.85 + 0.02 * generator.standard_normal((8, 16))),
         "ocr": torch.tensor(generator.choice([0, 0.5, 1.0], (8, 16))),
     }
-
-
-def _correlation(first: torch.Tensor, second: torch.Tensor) -> float:
-    return float(np.corrcoef(first.flatten(), second.flatten())[0, 1])
-
-
-def test_gdpo_follows_both_rewards_where_their_sum_follows_one():
-    rewards = _unlike_rewards()
-    ours, weights = gdpo_advantages(rewards, {"pick": 1.0, "ocr": 1.0})
-    summed, _ = group_advantages(sum(rewards.values()), kind="group")
-    alone = {name: group_advantages(value, kind="group")[0] for name, value in rewards.items()}
-    assert [round(_correlation(ours, alone[name]), 2) for name in rewards] == [0.71, 0.71]
-    assert [round(_correlation(summed, alone[name]), 2) for name in rewards] == [0.04, 1.0]
-    assert weights.tolist() == [[1.0] * 16] * 8 and ours.dtype == torch.float32
 
 
 def test_gdpo_is_the_whitened_sum_of_normalised_rewards():

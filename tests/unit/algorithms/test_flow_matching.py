@@ -2,9 +2,7 @@
 
 import torch
 
-from megadiff.algorithms import build_algorithm
 from megadiff.algorithms.flow_matching import flow_matching
-from megadiff.config.schema import AlgorithmConfig
 from megadiff.engines.microbatch import cut_rows, loss_inputs, microbatches
 from megadiff.types import FlowBatch, MatchInputs, Sampling
 
@@ -71,8 +69,3 @@ def test_a_batch_is_noised_along_the_straight_path_in_pieces():
     assert torch.equal(torch.cat([each.sigma_B for each in inputs]), sigma)
     texts = torch.cat([piece.conditioning["prompt_embeds"] for piece in pieces])
     assert texts.flatten().tolist() == [4, 3, 3, 4, 4]
-
-
-def test_sft_is_off_policy_and_needs_no_reference():
-    algorithm = build_algorithm(AlgorithmConfig(name="sft"))
-    assert algorithm.loss is flow_matching and not algorithm.on_policy and not algorithm.needs

@@ -135,6 +135,10 @@ def check(output: LossOutput, velocity_BLC: Tensor, golden: dict, *, scale: int 
     assert output.loss_sum.item() / scale == pytest.approx(golden["loss_sum"], abs=BOUND, rel=BOUND)
     found = gradient(output, velocity_BLC) / scale
     torch.testing.assert_close(found, double(golden["grad"]), atol=BOUND, rtol=BOUND)
+    if "clip_range" in golden["params"]:
+        is_clipped_B = (double(golden["ratio"]) - 1).abs() > golden["params"]["clip_range"]
+        num_clipped = (is_clipped_B * double(INPUTS["weight"])).sum()
+        assert output.sums["policy/clip_fraction"] == num_clipped
 
 
 @pytest.mark.parametrize("kind", ["group", "global", "none"])

@@ -83,13 +83,6 @@ def test_noise_of_zero_scale_is_the_ode():
     assert torch.equal(sde.step_mean(_step("ode", sigma, sigma_next), x, v), ode)
 
 
-def test_flow_cps_keeps_the_noise_level():
-    """Coefficients are preserved: clean part 1 − sigma_next, total noise sigma_next."""
-    _, std = _reference("flow_cps", *_tensors()[:2], 0.5, 0.2, 0.7)
-    kept = math.sqrt(0.2**2 - std**2)
-    assert math.hypot(kept, std) == pytest.approx(0.2)
-
-
 def test_sigma_per_sample_equals_one_by_one():
     x, v, noise = _tensors()
     sigma, sigma_next = SCHEDULE[:3], SCHEDULE[1:4]
