@@ -49,7 +49,7 @@ from megadiff.process.words import counted
 from megadiff.report.evaluation_page import PAGE_NAME, write_evaluation_page
 from megadiff.report.evaluation_table import to_text
 from megadiff.rewards.score import Scorer
-from megadiff.rollout.client.processes import ReplicaDied, stop_all
+from megadiff.rollout.client.processes import ReplicaDied
 from megadiff.train import replicas
 from megadiff.train.build_sync import build_sync
 from megadiff.train.connect import Connection, connect
@@ -231,8 +231,6 @@ def connect_replicas(
     Returns them, and the step of a run's checkpoint that they hold by now; None for a model.
     """
     processes = replicas.launch(subject.config, mesh, subject.adapter, subject.folder, stack)
-    # Before connect(): a replica that does not come up is stopped, too.
-    stack.callback(stop_all, processes)
     connection = connect(subject.config, mesh, subject.folder, processes, stack)
     step = _push(subject, mesh, connection, judges) if subject.is_run else None
 

@@ -29,6 +29,11 @@ def all_reduce_max(values: Figures, group: dist.ProcessGroup) -> Figures:
     return _all_reduce(values, group, dist.ReduceOp.MAX)
 
 
+def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Tell whether the flag is true on any rank of the group."""
+    return bool(all_reduce_max({"flag": float(flag)}, group)["flag"])
+
+
 def _all_reduce(values: Figures, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> Figures:
     keys = sorted(values)  # ranks may have filled their dicts in other orders
     # float64: counts stay exact, and a sum hardly depends on the number of ranks

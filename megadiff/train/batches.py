@@ -18,7 +18,7 @@ from pathlib import Path
 from megadiff.data.sampler import PromptSampler
 from megadiff.engines.engine import Engine
 from megadiff.observe.timers import Timers
-from megadiff.parallel.collectives import all_reduce_max, all_reduce_sums, gather_json_at
+from megadiff.parallel.collectives import all_reduce_sums, any_rank, gather_json_at
 from megadiff.rewards.score import TOTAL, Scorer
 from megadiff.rollout.client.report import Report, no_report
 from megadiff.train.batch_files import StepSamples, drop_incomplete, identity, write_batch
@@ -215,8 +215,7 @@ class BatchSource:
         problem = ""
         if mesh.is_model_group_source:
             problem = _problem(saved, requests, self._scorer)
-        has_problem = {"problem": float(bool(problem))}
-        if all_reduce_max(has_problem, mesh.cpu_group)["problem"]:
+        if any_rank(bool(problem), mesh.cpu_group):
             if mesh.rank == 0:
                 logger.warning(
                     "samples of step %d are drawn with its own weights, none a step old: %s",
@@ -226,8 +225,13 @@ class BatchSource:
             return
 
         fetched = None
-        if saved is not None:
-            fetched = (_with_prompts(saved.groups, requests), saved.rewards)
+        if saved is not None:  # with the run's own prompts, which have all columns of their rows
+            prompts = [request.prompt for request in requests]
+            groups = [
+                replace(group, prompt=prompt)
+                for group, prompt in zip(saved.groups, prompts, strict=True)
+            ]
+            fetched = (groups, saved.rewards)
         groups, rewards = share(fetched, requests, mesh=mesh)
         self._position_before = self._prompts.state()
         next(self._prompts)
@@ -328,13 +332,3 @@ def _problem(saved: StepSamples | None, requests: Sequence[RolloutRequest], scor
         return "a reward has another weight, other args or other prompts by now"
 
     return ""
-
-
-def _with_prompts(
-    groups: Sequence[RolloutGroup], requests: Sequence[RolloutRequest]
-) -> list[RolloutGroup]:
-    """Give groups the run's own prompts, with all columns of their rows."""
-    return [
-        replace(group, prompt=request.prompt)
-        for group, request in zip(groups, requests, strict=True)
-    ]

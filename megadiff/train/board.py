@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,10 +132,6 @@ class Board:
         self.own_state = replace(self.own_state, **changes)  # type: ignore[arg-type]  # its fields
         _overwrite(self._files[self.own_state.rank], asdict(self.own_state))
 
-    def states(self) -> list[RankState]:
-        """Read what every rank says."""
-        return [self.state(rank) for rank in range(len(self._files))]
-
     def state(self, rank: int) -> RankState:
         """Read what a rank says; one that is being written counts as running."""
         # a host that is none counts as alive
@@ -156,35 +153,25 @@ class Board:
     def alarm(self) -> RunAlarm:
         return RunAlarm(**_read(self.folder / ALARM))
 
-    def wait_for(self, phase: str, *, timeout_s: float) -> list[RankState]:
-        """Return all states once every rank has come to the phase, or is gone.
+    def wait_for(
+        self, phase: str, *, timeout_s: float, ranks: Sequence[int] | None = None
+    ) -> list[RankState]:
+        """Return the states of the ranks, by default of all, once each has come or is gone.
 
         Returns after timeout_s at the latest. The state of a rank that has come is the one that was
         read first: what it says of that phase does not change.
         """
         deadline = time.monotonic() + timeout_s
-        states = self.states()
+        num_ranks = len(self._files)
+        states = {rank: self.state(rank) for rank in ranks or range(num_ranks)}
         while True:
-            waiting = [state for state in states if not state.has_come(phase)]
-            if not any(state.is_alive() for state in waiting) or time.monotonic() > deadline:
-                return states
-            self._pause(len(waiting))
+            waiting = [rank for rank, state in states.items() if not state.has_come(phase)]
+            is_late = time.monotonic() > deadline
+            if is_late or not any(states[rank].is_alive() for rank in waiting):
+                return list(states.values())
+            time.sleep(POLL_S * max(1.0, len(waiting) / 8, num_ranks / 64))
             # Only these: all ranks read at the same time, and one slow rank is waited for by all.
-            for state in waiting:
-                states[state.rank] = self.state(state.rank)
-
-    def wait_for_rank(self, rank: int, phase: str, *, timeout_s: float) -> RankState:
-        """Return a rank's state once it has come to the phase, or is gone, or after timeout_s."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            state = self.state(rank)
-            if state.has_come(phase) or not state.is_alive() or time.monotonic() > deadline:
-                return state
-            self._pause(1)
-
-    def _pause(self, num_files: int) -> None:
-        """Wait before the next look at so many files, which every rank takes."""
-        time.sleep(POLL_S * max(1.0, num_files / 8, len(self._files) / 64))
+            states |= {rank: self.state(rank) for rank in waiting}
 
 
 def look_pause_s(world_size: int) -> float:

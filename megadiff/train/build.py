@@ -35,7 +35,7 @@ from megadiff.parallel.collectives import agreed, broadcast_json, read_once
 from megadiff.parallel.mesh import Mesh
 from megadiff.process.garbage import FirstRounds
 from megadiff.rewards.score import Scorer
-from megadiff.rollout.client.processes import ReplicaProcess, stop_all
+from megadiff.rollout.client.processes import ReplicaProcess
 from megadiff.train.batch_files import SavedSamples
 from megadiff.train.batches import BatchSource
 from megadiff.train.board import FOLDER, Board
@@ -82,7 +82,6 @@ def build_run(
     # Servers load while the engine does, and stop whatever happens from here on.
     judges = launch_judges(config, mesh, run_folder(config), stack)
     processes = launch(config, mesh, adapter, run_folder(config), stack)
-    stack.callback(stop_all, processes)
     start_s = time.monotonic()
     engine = build_engine(config, mesh, adapter)
     stack.callback(engine.close)
@@ -134,7 +133,6 @@ def build_sft_run(
     if config.eval.every:
         judges = launch_judges(config, mesh, run_folder(config), stack)
         processes = launch(config, mesh, adapter, run_folder(config), stack)
-        stack.callback(stop_all, processes)
 
     sampling = sft_sampling(config.rollout)
     num_tokens, _ = adapter.latents_shape(sampling)
@@ -316,11 +314,11 @@ def _build_recorder(
     )
 
     return Recorder(
-        trackers,
-        bar,
-        config,
-        mesh,
-        evaluation,
+        trackers=trackers,
+        progress_bar=bar,
+        config=config,
+        mesh=mesh,
+        evaluate=evaluation,
         timers=timers,
         profile=profile,
         memory=memory,

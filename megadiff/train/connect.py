@@ -14,8 +14,6 @@ from operator import attrgetter
 from pathlib import Path
 from urllib.parse import quote
 
-import torch.distributed as dist
-
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
 from megadiff.observe.text_files import write_whole
@@ -31,7 +29,6 @@ from megadiff.rollout.client.report import Report, no_report
 from megadiff.rollout.client.supervisor import Supervisor
 from megadiff.rollout.spec import flag_of
 from megadiff.train.replicas import (
-    ReplicaUsers,
     log_file,
     num_replicas,
     registry_folder,
@@ -79,7 +76,13 @@ def connect(
     run = read_once(lambda: run_id(config, folder), source=0, group=world, world=world)
     code = read_once(sampling_code, source=0, group=world, world=world)
     check = partial(check_arithmetic, config=config, code=code)
-    token = _shared_token(processes, users, world)
+    # the source's: a run may have drawn its own, which no environment holds
+    token = read_once(
+        lambda: processes[0].token if processes else environment_token(),
+        source=users.source,
+        group=users.group,
+        world=world,
+    )
 
     def make_client(name: str, url: str) -> ReplicaClient:
         return ReplicaClient(url, name, timeout_s=rollout.request_timeout_s, token=token, run=run)
@@ -109,34 +112,20 @@ def connect(
         report=report,
     )
     stack.enter_context(fleet)
-    if not users.here:
-        return Connection(fleet=fleet, supervisor=None, make_client=make_client)
-
-    supervisor = _supervisor(
-        config,
-        mesh,
-        RegistryWatch(registry, token=token, run=run),
-        announced,
-        processes,
-        fleet=fleet,
-        make_client=make_client,
-        check=check,
-    )
-    stack.enter_context(supervisor)
+    supervisor = None
+    if users.here:
+        supervisor = _supervisor(
+            config,
+            mesh,
+            RegistryWatch(registry, token=token, run=run),
+            announced,
+            processes,
+            fleet=fleet,
+            make_client=make_client,
+            check=check,
+        )
+        stack.enter_context(supervisor)
     return Connection(fleet=fleet, supervisor=supervisor, make_client=make_client)
-
-
-def _shared_token(
-    processes: Sequence[ReplicaProcess], users: ReplicaUsers, world: dist.ProcessGroup
-) -> str | None:
-    """Return the source's token: a run may have drawn its own, which no environment holds."""
-    token: str | None = read_once(
-        lambda: processes[0].token if processes else environment_token(),
-        source=users.source,
-        group=users.group,
-        world=world,
-    )
-    return token
 
 
 def _supervisor(

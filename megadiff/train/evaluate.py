@@ -196,9 +196,7 @@ class _Scored:
     images: Tensors = field(default_factory=dict)
 
 
-def _requests(
-    plan: Plan, config: Config, *, policy_version: int | None = None
-) -> list[RolloutRequest]:
+def _requests(plan: Plan, config: Config, *, policy_version: int | None) -> list[RolloutRequest]:
     """Return requests of at most batch_size samples, longest first: groups of one size together."""
     sampling = eval_sampling(config)
     size = config.rollout.batch_size

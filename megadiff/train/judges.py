@@ -6,7 +6,6 @@ A node's first rank starts and watches them. All of its ranks ask them, over loo
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from megadiff.parallel.mesh import Mesh
 from megadiff.rollout.client.processes import stop_all
 from megadiff.train.check_judges import used_judges
 from megadiff.train.judge_server import JudgeServer
+from megadiff.train.replicas import threads_each
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
@@ -144,8 +144,6 @@ def _start(config: Config, mesh: Mesh, folder: Path) -> Iterator[JudgeServer]:
         _check_device(name, config.judge[name].gpus, on_gpus=mesh.device.type == "cuda")
 
     num_servers = sum(config.judge[name].replicas for name in used)
-    # Of all this node's ranks, which wait while a judge is asked.
-    num_threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for name, rewards in used.items():
         # A restart helps only who can do without some scores meanwhile.
         users = [config.reward[reward] for reward in rewards]
@@ -156,7 +154,7 @@ def _start(config: Config, mesh: Mesh, folder: Path) -> Iterator[JudgeServer]:
                 config.judge[name],
                 index=index,
                 logs=folder / "logs",
-                num_threads=max(1, num_threads // num_servers),
+                num_threads=threads_each(mesh, num_servers),
                 may_restart=may_restart,
             )
 

@@ -252,6 +252,7 @@ def _sample(
         group_size=call.num_samples,
         seed=engine.config.seed,
         step=step,
+        policy_version=step,
     )
     groups = agreed(
         lambda: fleet.generate_on(

@@ -6,7 +6,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,6 +36,7 @@ SAMPLE_PROMPTS = 8
 SAMPLES_PER_PROMPT = 2
 
 
+@dataclass(kw_only=True)
 class Recorder:
     """Reduce figures over the ranks and hand them to the trackers of rank 0.
 
@@ -44,33 +45,22 @@ class Recorder:
     meanwhile, None on CPU. is_new_folder: whether the run's folder has no figures yet.
     """
 
-    def __init__(
-        self,
-        trackers: Trackers,
-        progress_bar: ProgressBar | None,
-        config: Config,
-        mesh: Mesh,
-        evaluate: Callable[[int], Figures] | None = None,
-        *,
-        timers: Timers,
-        profile: StepProfile,
-        memory: DeviceMemory | None = None,
-        power: PowerMeter | None = None,
-        is_new_folder: bool = False,
-    ) -> None:
-        self.trackers = trackers
-        self.progress_bar = progress_bar
-        self.config = config
-        self.mesh = mesh
-        self.evaluate = evaluate
-        self.timers = timers
-        self.profile = profile
-        self.memory = memory
-        self.power = power
-        self.is_new_folder = is_new_folder
-        self.recorded_step = 0  # the last one whose metrics this rank has written
-        self._record_s = 0.0  # what the last step's figures took, without samples and evaluation
-        self._peak_tflops = peak_tflops(mesh.device)
+    trackers: Trackers
+    progress_bar: ProgressBar | None
+    config: Config
+    mesh: Mesh
+    evaluate: Callable[[int], Figures] | None
+    timers: Timers
+    profile: StepProfile
+    memory: DeviceMemory | None = None
+    power: PowerMeter | None = None
+    is_new_folder: bool
+    recorded_step: int = 0  # the last one whose metrics this rank has written
+    _record_s: float = 0.0  # what the last step's figures took, without samples and evaluation
+
+    def __post_init__(self) -> None:
+        self._peak_tflops = peak_tflops(self.mesh.device)
+        config = self.config
         uses_fp8 = {"rollout": config.rollout.fp8, "train": config.engine.fp8 != "none"}
         self._in_fp8 = [stage for stage, uses in uses_fp8.items() if uses]
 

@@ -24,7 +24,12 @@ from megadiff.parallel.collectives import agreed, read_once
 from megadiff.parallel.mesh import Mesh
 from megadiff.process.stacks import FOLDER as STACKS
 from megadiff.process.versions import sampling_code
-from megadiff.rollout.client.processes import ReplicaProcess, environment_token, write_token
+from megadiff.rollout.client.processes import (
+    ReplicaProcess,
+    environment_token,
+    stop_all,
+    write_token,
+)
 from megadiff.rollout.spec import ReplicaSpec, config_spec
 from megadiff.sync.transports.disk import remove
 from megadiff.train.run_lock import lock
@@ -111,8 +116,8 @@ def launch(
 ) -> list[ReplicaProcess]:
     """Start a colocated run's processes on each node's first rank; return at once. Collective.
 
-    Returns [] on the other ranks. The folder of sync.transport=disk is the run's until `stack`
-    closes.
+    Returns [] on the other ranks. They end when `stack` closes, until when the folder of
+    sync.transport=disk is the run's.
     """
     sampling_code()  # now: replicas that start later are compared with what the ranks imported
     if config.sync.transport == "disk":
@@ -137,7 +142,7 @@ def launch(
     processes = agreed(
         lambda: _launch(config, mesh, folder, token, shared_base=shared), mesh.cpu_group, here=here
     )
-
+    stack.callback(stop_all, processes or [])
     return processes or []
 
 
@@ -187,7 +192,7 @@ def _launch(
 ) -> list[ReplicaProcess]:
     count = num_replicas(config, mesh)
     gpus = _gpus(config, mesh, count)
-    num_threads = _num_threads(config, count)
+    num_threads = threads_each(mesh, count * config.rollout.tp)
 
     processes = []
     for index in range(count):
@@ -251,10 +256,9 @@ def _gpus(config: Config, mesh: Mesh, count: int) -> list[list[int]]:
     return gpus
 
 
-def _num_threads(config: Config, count: int) -> int:
-    """Return the threads of each replica: those of this node's ranks, divided.
+def threads_each(mesh: Mesh, count: int) -> int:
+    """Return the threads of each of `count` processes: those of this node's ranks, divided.
 
-    Trainer and replicas take turns. Threads beyond that spin while they wait for one another.
+    Trainer and servers take turns. Threads beyond that spin while they wait for one another.
     """
-    num_threads = torch.get_num_threads() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, num_threads // (count * config.rollout.tp))
+    return max(1, torch.get_num_threads() * mesh.local_world_size // count)

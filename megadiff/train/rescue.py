@@ -255,7 +255,7 @@ class Rescue:
 
         # Not before rank 0 is done: torchrun ends all ranks when the first of them ends.
         if first.has_come("settled"):
-            self.board.wait_for_rank(0, "done", timeout_s=SAVE_S)
+            self.board.wait_for("done", ranks=[0], timeout_s=SAVE_S)
 
     def _settled(self) -> list[RankState]:
         """Bring all ranks to one optimizer step, at the end of a step if it can be.
@@ -338,7 +338,7 @@ class Rescue:
         deadline = time.monotonic() + SAVE_S
         if self.board.own_state.rank:
             # Rank 0 looks at all ranks. Only where it cannot tell does each look for itself.
-            told = self.board.wait_for_rank(0, "done", timeout_s=SAVE_S)
+            (told,) = self.board.wait_for("done", ranks=[0], timeout_s=SAVE_S)
             if told.phase == "done":
                 return ""
 

@@ -19,8 +19,8 @@ from megadiff.observe.timers import Timers
 from megadiff.parallel.collectives import (
     AgreedError,
     agreed,
-    all_reduce_max,
     all_reduce_sums,
+    any_rank,
     gather_json,
     read_once,
 )
@@ -120,8 +120,7 @@ class RunReplicas:
         """
         while True:
             is_done = agreed(draw.run, self._mesh.cpu_group, here=here)
-            lacking = {"lacking": float(is_done is False)}
-            if not all_reduce_max(lacking, self._mesh.cpu_group)["lacking"]:
+            if not any_rank(is_done is False, self._mesh.cpu_group):
                 return
             if version is not None:
                 self.version = version
@@ -240,8 +239,7 @@ class RunReplicas:
         self._roster_lives = {name: life for name, (_, life) in roster.items()}
 
         is_changed = bool(lost) or not len(going_on) == len(roster) == len(before)
-        changes = all_reduce_max({"changed": float(is_changed)}, self._mesh.cpu_group)
-        if not changes["changed"]:
+        if not any_rank(is_changed, self._mesh.cpu_group):
             return None
 
         joined = [name for name in roster if name not in going_on]
@@ -266,5 +264,4 @@ class RunReplicas:
                 self.fleet.lose(client, Loss(f"it cannot serve this run: {reason}"))
 
     def _has_lost(self) -> bool:
-        lost = {"lost": float(bool(self.fleet.lost))}
-        return bool(all_reduce_max(lost, self._mesh.cpu_group)["lost"])
+        return any_rank(bool(self.fleet.lost), self._mesh.cpu_group)

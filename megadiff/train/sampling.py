@@ -77,12 +77,12 @@ def group_requests(
     group_size: int,
     seed: int,
     step: int,
-    policy_version: int | None = None,
+    policy_version: int,
 ) -> list[RolloutRequest]:
     """Return one request for each prompt group.
 
     step: finished steps of the run when it trains on the groups. policy_version: of the policy that
-    draws them, by default the one after `step` steps.
+    draws them.
     Groups of one prompt differ in their sample indices, from which the noise follows.
     """
     return [
@@ -92,7 +92,7 @@ def group_requests(
             sample_indices=tuple(range(repeat * group_size, (repeat + 1) * group_size)),
             seed=seed,
             step=step,
-            policy_version=step if policy_version is None else policy_version,
+            policy_version=policy_version,
         )
         for prompt, repeat in zip(batch.prompts, batch.repeats, strict=True)
     ]

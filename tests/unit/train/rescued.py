@@ -84,3 +84,13 @@ class Rank:
                 time.sleep(pause / 4)
             if update % UPDATES_PER_STEP == 0:
                 self.rescue.finish_step(self.progress, {"position": update})
+
+
+def laid_out(folder: Path, size: int, seed: int = 0) -> list[Rank]:
+    """Return the ranks of an attempt, each of which has its word on the board."""
+    source = random.Random(seed)
+    ranks = [Rank(rank, size, folder, source) for rank in range(size)]
+    ranks[0].rescue.board.lay_out()
+    for rank in ranks:
+        rank.rescue.board.say()
+    return ranks

@@ -130,8 +130,7 @@ def taken(parts: Parts, step: int) -> StepSamples:
 
 def saved_step(parts: Parts, folder: Path) -> dict[str, int | str]:
     """Draw step 2 and write it as a checkpoint of step 1 does; return the prompts' position."""
-    parts.source.take(0)
-    parts.source.settle()
+    taken(parts, 0)
     parts.source.writer(1)(folder)
     return parts.source.position()
 
@@ -190,14 +189,9 @@ def test_both_ways_draw_the_same_prompts_and_noise(scorer):
         assert position == position_ahead
 
 
-def test_a_step_does_not_wait_for_the_next_ones_samples(scorer):
+def test_the_seconds_of_a_draw_are_those_of_the_step_that_waits_for_it(scorer):
     parts = Parts(1, scorer)
-    parts.source.take(0)
-    parts.source.settle()
-    parts.fleet.release.clear()
-
-    # Its own samples are there, and the push is made while no call is in flight.
-    parts.fleet.release.set()
+    taken(parts, 0)
     parts.source.take(1)
     assert "time/sample_s" in parts.timers.pop()
     parts.source.settle()
@@ -207,8 +201,7 @@ def test_a_step_does_not_wait_for_the_next_ones_samples(scorer):
 
 def test_the_loop_goes_on_while_a_call_hangs(scorer):
     parts = Parts(1, scorer)
-    parts.source.take(0)
-    parts.source.settle()
+    taken(parts, 0)
     original = Replicas.bring
 
     def hold(self, version, timers):
@@ -232,9 +225,7 @@ def test_the_loop_goes_on_while_a_call_hangs(scorer):
 @pytest.mark.parametrize("wait", ["take", "settle"])
 def test_a_failure_in_the_background_is_raised_where_its_samples_are_waited_for(scorer, wait):
     parts = Parts(1, scorer)
-    parts.fleet.release.set()
-    parts.source.take(0)
-    parts.source.settle()
+    taken(parts, 0)
     parts.fleet.error = RuntimeError("replica_1 does not answer")
     parts.source.take(1)
     with pytest.raises(AgreedError, match="replica_1 does not answer"):
@@ -346,9 +337,7 @@ def test_without_saved_samples_the_prompts_are_drawn_once(scorer):
 
 def test_a_damaged_file_is_refused(scorer, tmp_path):
     parts = Parts(1, scorer)
-    parts.source.take(0)
-    parts.source.settle()
-    parts.source.writer(1)(tmp_path)
+    saved_step(parts, tmp_path)
     record = progress_record(tmp_path, Progress(step=1))
     (tmp_path / "progress.json").write_bytes(record)
     read_progress(tmp_path)
@@ -370,9 +359,7 @@ def test_a_damaged_file_is_refused(scorer, tmp_path):
 
 def test_a_rescue_leaves_no_part_of_the_samples(scorer, tmp_path, caplog):
     parts = Parts(1, scorer)
-    parts.source.take(0)
-    parts.source.settle()
-    parts.source.writer(1)(tmp_path)
+    saved_step(parts, tmp_path)
     whole = parts.build(layout(1, 0))
     whole.drop_incomplete(tmp_path, 1)
     assert len(batch_files(tmp_path)) == 1

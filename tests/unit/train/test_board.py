@@ -78,9 +78,11 @@ def say_as(board: Board, rank: int, phase: str, **changes: object) -> None:
 
 
 def test_waiting_for_one_rank_reads_its_file_alone(board, reads):
-    assert board.wait_for_rank(0, "done", timeout_s=0.2).phase == "running"
+    (state,) = board.wait_for("done", ranks=[0], timeout_s=0.2)
+    assert state.phase == "running"
     say_as(board, 0, "done")
-    assert board.wait_for_rank(0, "done", timeout_s=20).phase == "done"
+    (state,) = board.wait_for("done", ranks=[0], timeout_s=20)
+    assert state.phase == "done"
     assert set(reads) == {"rank_00000.json"}
 
 

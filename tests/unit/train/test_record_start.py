@@ -32,11 +32,11 @@ def test_a_new_folder_begins_with_an_evaluation(tmp_path: Path, step: int, has_r
     with ExitStack() as stack:
         trackers, bar = _recording(config, step, stack, is_new=is_new)
         recorder = Recorder(
-            trackers,
-            bar,
-            config,
-            one_rank_mesh(),
-            lambda step: {"eval/color": 0.5},
+            trackers=trackers,
+            progress_bar=bar,
+            config=config,
+            mesh=one_rank_mesh(),
+            evaluate=lambda step: {"eval/color": 0.5},
             timers=timers,
             profile=StepProfile(tmp_path, [], timers=timers, rank=0, device_type="cpu"),
             is_new_folder=is_new,

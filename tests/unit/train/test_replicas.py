@@ -23,12 +23,12 @@ from megadiff.rollout.spec import ReplicaSpec
 from megadiff.train.connect import check_arithmetic, run_id
 from megadiff.train.replicas import (
     _launch,
-    _num_threads,
     check_num_replicas,
     fresh_token,
     launch,
     registry_folder,
     replica_spec,
+    threads_each,
     users_of,
 )
 from tests.meshes import one_rank_mesh
@@ -51,9 +51,8 @@ CODE = {"megadiff": "1", "torch": "2"}
 
 
 @pytest.fixture
-def four_threads(monkeypatch):
+def four_threads():
     """As OMP_NUM_THREADS=4 gives."""
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -62,12 +61,11 @@ def four_threads(monkeypatch):
 
 @pytest.mark.parametrize(("count", "num_threads"), [(1, 4), (2, 2), (3, 1), (8, 1)])
 def test_replicas_together_have_the_threads_of_the_trainer(four_threads, count, num_threads):
-    assert _num_threads(_config(count), count) == num_threads
+    assert threads_each(MESH, count) == num_threads
 
 
-def test_the_threads_of_all_ranks_of_the_node_count(four_threads, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert _num_threads(_config(1), 1) == 8
+def test_the_threads_of_all_ranks_of_the_node_count(four_threads):
+    assert threads_each(SimpleNamespace(local_world_size=2), 1) == 8
 
 
 def test_readme_names_the_files_of_a_runs_replicas():

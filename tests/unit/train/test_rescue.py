@@ -21,7 +21,7 @@ import pytest
 from megadiff.train import rescue as rescue_module
 from megadiff.train.board import Board, RankState, RunAlarm, disagreement
 from tests.distributed.ranks import run_command
-from tests.unit.train.rescued import UPDATES_PER_STEP, Rank
+from tests.unit.train.rescued import UPDATES_PER_STEP, Rank, laid_out
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,11 +35,7 @@ def run_all(threads: Sequence[threading.Thread]) -> None:
 
 
 def start_ranks(folder: Path, size: int, seed: int) -> tuple[list[Rank], threading.Barrier]:
-    source = random.Random(seed)
-    ranks = [Rank(rank, size, folder, source) for rank in range(size)]
-    ranks[0].rescue.board.lay_out()
-    for rank in ranks:
-        rank.rescue.board.say()
+    ranks = laid_out(folder, size, seed)
     reduce = threading.Barrier(size)
     for rank in ranks:
         threading.Thread(target=rank.train, args=(reduce,), daemon=True).start()
@@ -77,10 +73,7 @@ def test_ranks_stopped_at_random_moments_save_one_finished_step(tmp_path, size):
 def test_a_rank_that_is_gone_is_named(tmp_path, caplog):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    ranks = [Rank(rank, 2, tmp_path, random.Random(0)) for rank in range(2)]
-    ranks[0].rescue.board.lay_out()
-    for rank in ranks:
-        rank.rescue.board.say()
+    ranks = laid_out(tmp_path, 2)
     ranks[1].rescue.board.say(pid=ended.pid)
     ranks[0].rescue.finish_step(ranks[0].progress, {})
     began = time.monotonic()
@@ -92,8 +85,7 @@ def test_a_rank_that_is_gone_is_named(tmp_path, caplog):
 
 
 def test_a_part_that_cannot_be_written_is_said(tmp_path, caplog, monkeypatch):
-    (rank,) = [Rank(0, 1, tmp_path, random.Random(0))]
-    rank.rescue.board.lay_out()
+    (rank,) = laid_out(tmp_path, 1)
     rank.rescue.finish_step(rank.progress, {})
 
     def full(*_: object) -> None:
@@ -107,18 +99,16 @@ def test_a_part_that_cannot_be_written_is_said(tmp_path, caplog, monkeypatch):
 
 def test_ranks_leave_the_look_at_all_parts_to_rank_0(tmp_path, monkeypatch):
     """With hundreds of ranks each would read hundreds of files, and again until all are there."""
-    ranks = [Rank(rank, 3, tmp_path, random.Random(0)) for rank in range(3)]
-    ranks[0].rescue.board.lay_out()
+    ranks = laid_out(tmp_path, 3)
     looks = []
     for number, rank in enumerate(ranks):
         board = rank.rescue.board
-        board.say()
         rank.rescue.finish_step(rank.progress, {})
         wait_for = board.wait_for
 
-        def look(phase, *, number=number, wait_for=wait_for, timeout_s):
+        def look(phase, *, number=number, wait_for=wait_for, **options):
             looks.append((number, phase))
-            return wait_for(phase, timeout_s=timeout_s)
+            return wait_for(phase, **options)
 
         monkeypatch.setattr(board, "wait_for", look)
 
@@ -130,8 +120,7 @@ def test_ranks_leave_the_look_at_all_parts_to_rank_0(tmp_path, monkeypatch):
 
 def test_a_part_of_rank_0_that_fails_lets_no_rank_leave_before_the_others(tmp_path, monkeypatch):
     """Its error says nothing of them, and torchrun ends all ranks with the first that ends."""
-    ranks = [Rank(rank, 3, tmp_path, random.Random(0)) for rank in range(3)]
-    ranks[0].rescue.board.lay_out()
+    ranks = laid_out(tmp_path, 3)
     written = []
 
     def full(*_: object) -> None:
@@ -150,7 +139,6 @@ def test_a_part_of_rank_0_that_fails_lets_no_rank_leave_before_the_others(tmp_pa
         left[number] = time.monotonic()
 
     for rank in ranks:
-        rank.rescue.board.say()
         rank.rescue.finish_step(rank.progress, {})
     threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
     run_all(threads)
@@ -169,10 +157,8 @@ def test_a_rank_that_never_steps_again_is_not_waited_for_long(tmp_path, caplog, 
     """Rank 1 stepped and rank 0's main thread is stuck before it: nothing whole can be saved."""
     monkeypatch.setattr(rescue_module, "CATCH_UP_S", 0.3)
     monkeypatch.setattr(rescue_module, "FINISH_S", 0.3)
-    ranks = [Rank(rank, 2, tmp_path, random.Random(0)) for rank in range(2)]
-    ranks[0].rescue.board.lay_out()
+    ranks = laid_out(tmp_path, 2)
     for rank in ranks:
-        rank.rescue.board.say()
         rank.rescue.finish_step(rank.progress, {})
     with ranks[1].engine.gate.step():
         pass
@@ -186,8 +172,7 @@ def test_words_on_the_board_survive_torn_and_missing_files(tmp_path):
     board.lay_out()
     board.say(steps=7)
     (tmp_path / ".ranks-a" / "rank_00002.json").write_bytes(b'{"rank": 2, "ho')
-    states = board.states()
-    assert [state.steps for state in states] == [0, 7, 0]
+    assert [board.state(rank).steps for rank in range(3)] == [0, 7, 0]
     assert board.alarm() == RunAlarm()
     board.raise_alarm("first " + "x" * 10_000)
     board.raise_alarm("second")
@@ -211,8 +196,7 @@ def test_rank_0_on_a_node_that_is_gone_is_not_waited_for(tmp_path, caplog, monke
 
 
 def test_a_step_that_broke_off_is_not_saved(tmp_path, caplog):
-    (rank,) = [Rank(0, 1, tmp_path, random.Random(0))]
-    rank.rescue.board.lay_out()
+    (rank,) = laid_out(tmp_path, 1)
     rank.rescue.finish_step(rank.progress, {})
     with pytest.raises(ZeroDivisionError):
         with rank.engine.gate.step():
@@ -223,8 +207,7 @@ def test_a_step_that_broke_off_is_not_saved(tmp_path, caplog):
 
 
 def test_a_rank_reads_the_board_when_a_look_is_due(tmp_path, monkeypatch):
-    (rank,) = [Rank(0, 1, tmp_path, random.Random(0))]
-    rank.rescue.board.lay_out()
+    (rank,) = laid_out(tmp_path, 1)
     rank.rescue.board.raise_alarm("rank 7 failed")
     monkeypatch.setattr(rank.rescue.board, "is_due", lambda: False)
     rank.rescue._look_around()
@@ -236,9 +219,8 @@ def test_a_rank_reads_the_board_when_a_look_is_due(tmp_path, monkeypatch):
 
 def test_a_look_that_fails_ends_no_run_and_is_said_once(tmp_path, caplog, monkeypatch):
     """A server that restarts answers no rank for a while; every rank looks once a second."""
-    (rank,) = [Rank(0, 1, tmp_path, random.Random(0))]
+    (rank,) = laid_out(tmp_path, 1)
     board = rank.rescue.board
-    board.lay_out()
     looks = []
 
     def fail() -> bool:
@@ -260,8 +242,7 @@ def act(arguments: list[str]) -> int:
     """What a process does to itself, or waits for, while its rescue listens."""
     case = arguments[0]
     folder = Path(arguments[1])
-    rank = Rank(0, 1, folder, random.Random(0))
-    rank.rescue.board.lay_out()
+    (rank,) = laid_out(folder, 1)
     rank.rescue.start(ends_process=case != "notebook")
     rank.rescue.finish_step(rank.progress, {})
     try:
