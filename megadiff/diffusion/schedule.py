@@ -25,7 +25,6 @@ def qwen_image_sigmas(
     scheduler's *code* describe another schedule, so a missing key raises ValueError.
     Source: FlowMatchEulerDiscreteScheduler with dynamic exponential shifting and shift_terminal.
     """
-    _check_num_steps(num_steps)
     (terminal,) = _require(scheduler_config, "shift_terminal")
 
     sigmas = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64)
@@ -64,7 +63,6 @@ def static_sigmas(num_steps: int, *, shift: float, last: float) -> Tensor:
     last: the last sigma before 0, not yet shifted. Source: FlowMatchEulerDiscreteScheduler with
     use_dynamic_shifting=false.
     """
-    _check_num_steps(num_steps)
     sigmas = torch.linspace(1, last, num_steps, dtype=torch.float64)
     return torch.cat([static_shift(sigmas, shift=shift), sigmas.new_zeros(1)]).float()
 
@@ -99,11 +97,6 @@ def check_window(sampling: Sampling) -> None:
             f"rollout.num_inference_steps={num_steps}; the last step (to sigma 0) is never "
             f"stochastic; set sde_window_range=[{low},{num_steps - 1}] or lower"
         )
-
-
-def _check_num_steps(num_steps: int) -> None:
-    if num_steps < 1:
-        raise ValueError(f"num_inference_steps={num_steps} < 1; set rollout.num_inference_steps>=1")
 
 
 def _require(config: Mapping[str, Any], *keys: str) -> list[float]:

@@ -40,13 +40,6 @@ class Holder:
     since: str
     run: str = ""
 
-    @classmethod
-    def this_process(cls, run: str = "") -> Holder:
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(
-            host=process_home(), pid=os.getpid(), launcher=launcher_pid() or 0, since=now, run=run
-        )
-
     def __str__(self) -> str:
         run = f"{self.run}, " if self.run else ""
         return f"{run}pid {self.pid} on {self.host.split('/')[0]} since {self.since}"
@@ -89,10 +82,14 @@ def lock(
             has_warned = True
         time.sleep(RETRY_S)
 
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    holder = Holder(
+        host=process_home(), pid=os.getpid(), launcher=launcher_pid() or 0, since=now, run=run
+    )
     # after the lock: until then the words are another holder's
     file.seek(0)
     file.truncate()
-    json.dump(asdict(Holder.this_process(run)), file)
+    json.dump(asdict(holder), file)
     file.flush()
 
 

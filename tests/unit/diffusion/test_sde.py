@@ -117,11 +117,6 @@ def test_kl_to_itself_is_zero_and_has_no_dt():
     torch.testing.assert_close(value, ((x - v) ** 2).mean(dim=(1, 2)) / (2 * 0.7**2))
 
 
-def test_unknown_type_names_the_known_ones():
-    with pytest.raises(ValueError, match="flow_cps"):
-        sde.noise_scale(_step("flow", SCHEDULE[:1], SCHEDULE[1:2], eta=1.0))
-
-
 def test_true_cfg_keeps_the_positive_norm():
     positive, negative, _ = _tensors()
     guided = true_cfg(positive, negative, 4.0)

@@ -199,7 +199,7 @@ def test_the_seconds_of_a_draw_are_those_of_the_step_that_waits_for_it(scorer):
     assert {"time/settle_s", "time/sample_s", "time/rollout_s", "time/reward_s"} <= seconds.keys()
 
 
-def test_the_loop_goes_on_while_a_call_hangs(scorer):
+def test_the_loop_goes_on_while_a_call_hangs(scorer, monkeypatch):
     parts = Parts(1, scorer)
     taken(parts, 0)
     original = Replicas.bring
@@ -209,11 +209,8 @@ def test_the_loop_goes_on_while_a_call_hangs(scorer):
         self.fleet.release.clear()  # the call after this push hangs
         return figures
 
-    Replicas.bring = hold
-    try:
-        samples, _ = parts.source.take(1)
-    finally:
-        Replicas.bring = original
+    monkeypatch.setattr(Replicas, "bring", hold)
+    samples, _ = parts.source.take(1)
     assert samples.step == 1
     assert parts.source.writer(2) is None, "its samples are not there"
     assert parts.source.writer(1) is not None

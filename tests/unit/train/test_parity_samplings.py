@@ -27,18 +27,10 @@ def adapter(boundary: float | None):
         (None, (1, 4), 0, {"transformer": ((1, 4), 2)}),  # also of a run without windows
         (0.875, (0, 5), 2, {"transformer": ((0, 3), 2), "transformer_2": ((3, 5), 2)}),
         (0.875, (1, 4), 3, {"transformer": ((1, 3), 2), "transformer_2": ((3, 4), 1)}),
-        (
-            0.875,
-            (0, 3),
-            2,
-            {"transformer": ((0, 3), 2), "transformer_2": ((3, 5), 2)},
-        ),  # trained or not
-        (
-            0.5,
-            (0, 5),
-            2,
-            {"transformer": ((0, 5), 2)},
-        ),  # the other has the last step alone, which is never stochastic
+        # trained or not
+        (0.875, (0, 3), 2, {"transformer": ((0, 3), 2), "transformer_2": ((3, 5), 2)}),
+        # the other has the last step alone, which is never stochastic
+        (0.5, (0, 5), 2, {"transformer": ((0, 5), 2)}),
     ],
 )
 def test_windows_of_each_component(boundary, window, size, expected):

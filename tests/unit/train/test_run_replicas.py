@@ -75,9 +75,9 @@ class FakeSupervisor:
 class Parts:
     """A RunReplicas with the fakes that it stands on; pushes: what each brought to whom."""
 
-    def __init__(self, sleep: str = "never") -> None:
+    def __init__(self) -> None:
         self.config = Config()
-        self.config.rollout.sleep = sleep
+        self.config.rollout.sleep = "never"
         self.config.rollout.mode = "separate"
         mesh = one_rank_mesh()
         self.pushes: list[tuple[int, list[str]]] = []
@@ -133,9 +133,7 @@ DEATH = Loss("it died")
 
 
 @pytest.mark.parametrize("sleep", ["always", "never"])
-def test_a_step_brings_its_version_and_replicas_sleep_where_that_is_asked_for(
-    monkeypatch, sleep
-) -> None:
+def test_a_step_brings_its_version_and_replicas_sleep_where_that_is_asked_for(sleep) -> None:
     parts = Parts()
     parts.replicas._sleeps = sleep == "always"
     timers = Timers()
@@ -151,7 +149,7 @@ def test_a_step_brings_its_version_and_replicas_sleep_where_that_is_asked_for(
     assert parts.pushes == [(3, BOTH), (4, BOTH)] and parts.num_syncs == 1
 
 
-def test_replicas_that_sleep_keep_a_shared_base(monkeypatch) -> None:
+def test_replicas_that_sleep_keep_a_shared_base() -> None:
     parts = Parts()
     parts.replicas._sleeps = True
     parts.replicas.sync.shared_base = object()
