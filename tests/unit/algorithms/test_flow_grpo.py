@@ -58,16 +58,13 @@ def test_on_policy():
     step = _step(again.sigma_B, again.sigma_next_B)
     mean = sde.step_mean(step, again.latents_BLC, again.velocity_BLC)
     log_prob = sde.log_prob(step, again.prev_sample_BLC, mean)
-    (
-        -(again.advantage_B * log_prob).sum()
-    ).backward()  # REINFORCE: at ratio 1 the gradient is that of −A·log_prob
+    # REINFORCE: at ratio 1 the gradient is that of −A·log_prob
+    (-(again.advantage_B * log_prob).sum()).backward()
     torch.testing.assert_close(gradient, again.velocity_BLC.grad, rtol=1e-4, atol=1e-7)
 
 
 def test_importance_weighs_the_policy_gradient_alone():
-    """As a sample counts that the old policy was half as likely to draw as the replica which
-    did.
-    """
+    """As a sample counts that the old policy was half as likely to draw as the replica was."""
     inputs, weights = _inputs(ref_shift=0.1), torch.tensor([0.5, 1.0, 2.0])
     inputs = replace(inputs, rollout_log_prob_B=inputs.old_log_prob_B - weights.log())
     output = flow_grpo(inputs, **ARGS | {"kl_coef": 0.04})
@@ -82,9 +79,7 @@ def test_importance_weighs_the_policy_gradient_alone():
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.04])
 def test_without_an_old_log_prob_it_is_that_of_the_forward_itself(kl_coef):
-    """To the bit as if it had been given, in value and gradient; what is taken as constant has
-    none.
-    """
+    """To the bit as if it had been given, in value and gradient."""
     outputs, gradients = [], []
     for is_given in (False, True):
         inputs = _inputs(ref_shift=0.1)
@@ -97,10 +92,8 @@ def test_without_an_old_log_prob_it_is_that_of_the_forward_itself(kl_coef):
     assert torch.equal(*gradients) and gradients[0].any()
     assert outputs[0].sums == outputs[1].sums
     sums = outputs[0].sums
-    assert (
-        sums["policy/ratio_mean"] == 3
-        and sums["policy/kl_old"] == sums["policy/clip_fraction"] == 0
-    )
+    assert sums["policy/ratio_mean"] == 3
+    assert sums["policy/kl_old"] == sums["policy/clip_fraction"] == 0
     expected = math.exp(-0.3) + math.exp(0.2) + 2  # the third is truncated
     assert sums["policy/importance_mean"].item() == pytest.approx(expected, rel=1e-5)
 

@@ -34,13 +34,8 @@ def test_same_identity_same_noise_and_any_change_another():
     assert first.dtype == torch.float32
     torch.randn(7)  # global state does not matter
     assert torch.equal(first, initial_latents((4, 8), **IDENTITY))
-    others = [
-        IDENTITY | {"seed": 9},
-        IDENTITY | {"step": 9},
-        IDENTITY | {"prompt_id": "b"},
-        IDENTITY | {"sample_index": 9},
-    ]
-    draws = [initial_latents((4, 8), **other) for other in others]
+    others = ({"seed": 9}, {"step": 9}, {"prompt_id": "b"}, {"sample_index": 9})
+    draws = [initial_latents((4, 8), **IDENTITY | other) for other in others]
     draws += [sde_noise((4, 8), step_index=index, **IDENTITY) for index in range(2)]
     for draw in draws:
         assert not torch.equal(first, draw)
@@ -69,24 +64,15 @@ def test_a_row_of_a_list_is_the_same_whichever_rows_it_is_drawn_with():
     whole = row_normals((3, 5), first=0, count=4 * ROWS_PER_STREAM, key="a")
     assert whole.dtype == torch.float32 and whole.shape == (4 * ROWS_PER_STREAM, 3, 5)
     edge = ROWS_PER_STREAM
-    for first, count in (
-        (0, 1),
-        (edge - 1, 2),
-        (edge, edge),
-        (7, 2 * edge + 3),
-        (4 * edge - 1, 1),
-        (5, 0),
-    ):
-        assert torch.equal(
-            row_normals((3, 5), first=first, count=count, key="a"), whole[first : first + count]
-        )
+    spans = ((0, 1), (edge - 1, 2), (edge, edge), (7, 2 * edge + 3), (4 * edge - 1, 1), (5, 0))
+    for first, count in spans:
+        rows = row_normals((3, 5), first=first, count=count, key="a")
+        assert torch.equal(rows, whole[first : first + count])
     assert not (row_normals((3, 5), first=0, count=9, key="b") == whole[:9]).any()
     assert len(whole.flatten().unique()) > 0.999 * whole.numel()
     assert abs(whole.mean()) < 0.05 and abs(whole.std() - 1) < 0.05
     scalars = row_normals((), first=60, count=10, key="a")
-    assert scalars.shape == (10,) and torch.equal(
-        scalars, row_normals((), first=0, count=70, key="a")[60:]
-    )
+    assert torch.equal(scalars, row_normals((), first=0, count=70, key="a")[60:])
 
 
 def test_window_start_is_uniform_and_fixed_within_a_group():

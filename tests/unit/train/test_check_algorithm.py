@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ reward: {color: {type: color}}
 CLEAN = "rollout.sde_window_size=0"
 FP8 = "rollout.fp8=true model.dtype=bfloat16"
 AHEAD = "train.staleness=1 rollout.mode=separate rollout.registry=folder"
+SFT = "algorithm.name=sft data.images=photos"
+OFFLINE_DPO = "algorithm.name=offline_dpo data.pairs=pairs algorithm.group_size=1"
 
 
 @pytest.fixture
@@ -42,14 +45,14 @@ def checked(tmp_path: Path):
     """Load, validate and check a config with these overrides."""
     base = tmp_path / "base.yaml"
     base.write_text(BASE)
+    return partial(check_file, base)
 
-    def check(*overrides: str) -> None:
-        config = load_config([str(base), *overrides])
-        algorithm = build_algorithm(config.algorithm)
-        validate(config, dp=1, on_policy=algorithm.on_policy)
-        check_algorithm(config, algorithm)
 
-    return check
+def check_file(path: Path, *overrides: str) -> None:
+    config = load_config([str(path), *overrides])
+    algorithm = build_algorithm(config.algorithm)
+    validate(config, dp=1, on_policy=algorithm.on_policy)
+    check_algorithm(config, algorithm)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,9 @@ def checked(tmp_path: Path):
         f"{FP8} algorithm.name=grpo_guard",
         f"{FP8} algorithm.name=flow_dppo",
         f"{FP8} algorithm.name=nft {CLEAN}",
+        SFT,
+        OFFLINE_DPO,
+        f"{OFFLINE_DPO} algorithm.noise_levels=7 seed=1",
     ],
 )
 def test_what_fits_together_passes(checked, overrides: str) -> None:
@@ -193,11 +199,44 @@ def test_what_fits_together_passes(checked, overrides: str) -> None:
             f"algorithm.name=nft {CLEAN} rollout.same_noise=true",
             "samples of one noise are alike",
         ),
+        ("algorithm.name=sft", "algorithm.name=sft needs data.images: a folder with metadata"),
+        ("algorithm.name=offline_dpo", "algorithm.name=offline_dpo needs data.pairs: a folder"),
+        (
+            f"{SFT} data.pairs=pairs",
+            "data.pairs=pairs with algorithm.name=sft, which trains on data.images; set data.pairs",
+        ),
+        (
+            f"{OFFLINE_DPO} data.images=photos",
+            "data.images=photos with algorithm.name=offline_dpo, which trains on data.pairs",
+        ),
+        (
+            f"{OFFLINE_DPO} algorithm.group_size=4",
+            "algorithm.group_size=4 with algorithm.name=offline_dpo: of each pair the noise is "
+            "drawn algorithm.noise_levels=2 times; set algorithm.group_size=1",
+        ),
+        (
+            f"{OFFLINE_DPO} train.updates_per_step=2 algorithm.group_size=2",
+            "train.updates_per_step=2 with algorithm.name=offline_dpo, which has no use for it",
+        ),
     ],
 )
 def test_contradictions_are_refused_with_the_fix(checked, overrides: str, text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         checked(*overrides.split())
+
+
+def test_given_images_have_no_stochastic_steps() -> None:
+    config = Config(algorithm=AlgorithmConfig(name="sft"))
+    algorithm = replace(build_algorithm(config.algorithm), rows="steps")
+    with pytest.raises(ConfigError, match="rows='steps'.*set rows to levels or pairs"):
+        check_algorithm(config, algorithm)
+
+
+def test_the_config_of_the_page_on_pairs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs/preference_pairs.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "preferred.yaml").write_text(text)
+    check_file(tmp_path / "preferred.yaml")
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,8 @@ from megadiff.train.components import (
 )
 from megadiff.train.sampling import sampling_of
 
-HIGH, LOW = (
-    "transformer",
-    "transformer_2",
-)  # of 10 steps with shift 5 each has 5: sigma 0.833 is below 0.875
+# of 10 steps with shift 5 each has 5: sigma 0.833 is below 0.875
+HIGH, LOW = "transformer", "transformer_2"
 
 
 def _config(**rollout: object) -> Config:
@@ -63,35 +61,17 @@ def test_what_is_meant_is_not_warned_of(pair, tiny_model):
     config.train.components = [HIGH]
     assert check_components(config, pair, has_steps=True) == []
     assert check_components(_config(sde_window_range=[0, 5]), pair, has_steps=False) == []
-    assert (
-        check_components(
-            _config(sde_window_range=[0, 5]), build_adapter(tiny_model), has_steps=True
-        )
-        == []
-    )
+    config.train.components = []
+    assert check_components(config, build_adapter(tiny_model), has_steps=True) == []
 
 
 @pytest.mark.parametrize(
     ("components", "rates", "message"),
     [
-        (
-            ["transformer_3"],
-            {},
-            (
-                "train.components names transformer_3, but this model's components are "
-                "transformer, tran"
-            ),
-        ),
+        (["transformer_3"], {}, "train.components names transformer_3, but .* are transformer, tr"),
         ([], {"low": 1e-5}, "optim.component_lr names low, but"),
         ([], {LOW: 0.0}, "optim.component_lr={'transformer_2': 0.0} is not positive"),
-        (
-            [LOW],
-            {},
-            (
-                r"sde_window_range=\[0,5\] reaches none of train.components=\['transformer_2'\]; "
-                r"set .*=\[3,7\]"
-            ),
-        ),
+        ([LOW], {}, r"=\[0,5\] reaches none of .*=\['transformer_2'\]; set .*=\[3,7\]"),
     ],
 )
 def test_refusals(components, rates, message, pair):
