@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +16,6 @@ from megadiff.algorithms import build_algorithm
 from megadiff.engines.engine import Engine
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.tensors.shards import ShardFolder
-from megadiff.train import selection
 from megadiff.train import update as update_module
 from megadiff.train.selection import groups_to_train
 from megadiff.train.update import update
@@ -88,9 +86,8 @@ def _worker(model: Path, out: Path, case: Case, backend: str) -> None:
                 figures[way] = _update(engine, batch, rewards_PG)
             rows = ROWS * (len(rewards_PG) if way == "every" else case.kept)
             assert sum(counted[True]) == rows
-            assert (
-                sum(counted[False]) == rows + rows // UPDATES
-            )  # the reference's, and the policy's of the second update
+            # the reference's, and the policy's of the second update
+            assert sum(counted[False]) == rows + rows // UPDATES
             assert figures[way].pop("groups") == rows / ROWS
             engine.save(out / way)
     assert figures["kept"] == pytest.approx(figures["every"], rel=1e-5, abs=1e-7)
@@ -103,10 +100,8 @@ def _update(engine: Engine, batch: TrainBatch, rewards_PG: torch.Tensor) -> dict
     engine.config.algorithm.group_size, engine.config.train.updates_per_step = 2, UPDATES
     for member in engine.members.values():
         for group in member.optimizer.param_groups:
-            group["eps"] = (
-                # weights move with their gradients, and not by the sign of one that is rounding
-                1.0
-            )
+            # weights move with their gradients, and not by the sign of one that is rounding
+            group["eps"] = 1.0
     groups = [group_of(batch, index, batch.old_log_probs_NW) for index in range(len(rewards_PG))]
     figures, trained = update(
         engine,
@@ -153,30 +148,3 @@ def _expert_worker(model: Path) -> None:
             2 * UPDATES,
             UPDATES,
         ]
-
-
-@pytest.mark.parametrize(
-    ("weights", "elsewhere", "microbatch", "expected"),
-    [
-        ([0, 1, 0, 1], 0, 4, [1, 3]),  # a group fills a microbatch
-        ([0, 1, 0, 1], 3, 4, [0, 1, 3]),  # as many as on the rank that has most
-        ([0, 0, 0, 1], 0, 8, [0, 3]),  # two fill one
-        ([0, 1, 1, 1], 0, 8, [0, 1, 2, 3]),
-        ([0, 0, 1, 0], 0, 6, [0, 1, 2]),  # three groups fill two microbatches
-        ([1, 0, 0, 1], 0, 64, [0, 1, 2, 3]),  # all of them do not fill one
-        ([0, 0, 0, 0], 0, 4, [0]),  # an update whose gradient is zero is one still
-        ([1, 1, 1, 1], 0, 4, [0, 1, 2, 3]),
-    ],
-)
-def test_microbatches_stay_full_and_equally_many(
-    weights, elsewhere, microbatch, expected, monkeypatch
-):
-    monkeypatch.setattr(
-        selection,
-        "all_reduce_max",
-        lambda values, _: {key: max(value, elsewhere) for key, value in values.items()},
-    )
-    config = SimpleNamespace(train=SimpleNamespace(updates_per_step=2, microbatch_size=microbatch))
-    mesh = SimpleNamespace(cpu_group=None)
-    weights_PG = torch.tensor(weights).float()[:, None]
-    assert groups_to_train(weights_PG, rows=8, config=config, mesh=mesh) == expected

@@ -28,11 +28,8 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.two_experts import batch_of, exact
 
 ENGINES = {"qwen_veomni": "veomni", "experts_megatron": "megatron"}
-LR, GROUP_SIZE, NUM_ROWS = (
-    1.0,
-    2,
-    8,
-)  # rows of a rank: two groups of two samples with two window steps
+LR, GROUP_SIZE = 1.0, 2
+NUM_ROWS = 8  # of a rank: two groups of two samples with two window steps
 REWARDS_PG = torch.tensor([[0.3, 1.0], [2.0, -0.5]])
 # What replicas recorded, above the trainer's: the second window step's importance is truncated
 ABOVE_W = torch.tensor([0.4, -2.0])
@@ -87,10 +84,8 @@ def _engine(model: Path, name: str, num_updates: int) -> Engine:
     )
     for member in engine.members.values():
         for group in member.optimizer.param_groups:
-            group["eps"] = (
-                # weights move with their gradients, and not by the sign of one that is rounding
-                1.0
-            )
+            # weights move with their gradients, and not by the sign of one that is rounding
+            group["eps"] = 1.0
     return engine
 
 
@@ -115,9 +110,8 @@ def _update_own(engine: Engine, groups: list[RolloutGroup]) -> dict[str, float]:
     # a rank has rows of one expert, and two rows to throw away for each other
     fillers = 2 * (len(engine.members) - 1)
     later = [NUM_ROWS // num_updates + fillers] * (num_updates - 1)
-    assert sum(counted[False]) == sum(
-        [NUM_ROWS + fillers, *later]
-    )  # the reference's, and the policy's
+    # the reference's, and the policy's
+    assert sum(counted[False]) == sum([NUM_ROWS + fillers, *later])
     return figures
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megadiff.config.schema import Config
+from megadiff.train import selection
 from megadiff.train.selection import best_and_worst, groups_to_train
-from tests.meshes import one_rank_mesh
 from tests.scored import STEPS, make_group, scored_groups
 
 
@@ -73,25 +73,27 @@ def test_each_update_has_good_and_bad_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    "rows, num_updates, microbatch_size, kept",
+    ("weights", "elsewhere", "microbatch", "expected"),
     [
-        (4, 1, 4, [1, 3]),  # a group fills a microbatch
-        (4, 1, 8, [1, 3]),
-        (4, 2, 8, [0, 1, 2, 3]),  # in an update four groups fill one
-        (6, 1, 8, [0, 1, 2, 3]),
-        (4, 1, 1, [1, 3]),
+        ([0, 1, 0, 1], 0, 4, [1, 3]),  # a group fills a microbatch
+        ([0, 1, 0, 1], 3, 4, [0, 1, 3]),  # as many as on the rank that has most
+        ([0, 0, 0, 1], 0, 8, [0, 3]),  # two fill one
+        ([0, 1, 1, 1], 0, 8, [0, 1, 2, 3]),
+        ([0, 0, 1, 0], 0, 6, [0, 1, 2]),  # three groups fill two microbatches
+        ([1, 0, 0, 1], 0, 64, [0, 1, 2, 3]),  # all of them do not fill one
+        ([0, 0, 0, 0], 0, 4, [0]),  # an update whose gradient is zero is one still
+        ([1, 1, 1, 1], 0, 4, [0, 1, 2, 3]),
     ],
 )
-def test_groups_fill_microbatches(
-    rows: int, num_updates: int, microbatch_size: int, kept: list[int]
-) -> None:
-    config = Config()
-    config.train.updates_per_step = num_updates
-    config.train.microbatch_size = microbatch_size
-    weights_PG = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0])[:, None]
-    mesh = one_rank_mesh()
-    assert groups_to_train(weights_PG, rows=rows, config=config, mesh=mesh) == kept
-    # without any weight one microbatch stays
-    assert groups_to_train(
-        torch.zeros(5, 1), rows=4 * num_updates, config=config, mesh=mesh
-    ) == list(range(max(1, microbatch_size // 4)))
+def test_microbatches_stay_full_and_equally_many(
+    weights, elsewhere, microbatch, expected, monkeypatch
+):
+    monkeypatch.setattr(
+        selection,
+        "all_reduce_max",
+        lambda values, _: {key: max(value, elsewhere) for key, value in values.items()},
+    )
+    config = SimpleNamespace(train=SimpleNamespace(updates_per_step=2, microbatch_size=microbatch))
+    mesh = SimpleNamespace(cpu_group=None)
+    weights_PG = torch.tensor(weights).float()[:, None]
+    assert groups_to_train(weights_PG, rows=8, config=config, mesh=mesh) == expected
