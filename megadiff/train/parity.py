@@ -52,10 +52,6 @@ LATENTS_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5, "fp8": 0.5}
 EMBEDDING_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15}
 
 
-class ParityError(RuntimeError):
-    """Trainer and replica disagree by more than the clip range, or rounding, allows."""
-
-
 def check(
     engine: Engine,
     replicas: RunReplicas,
@@ -115,7 +111,7 @@ def check(
         logger.warning("parity.mode=warn, training goes on: %s", problem)
     elif config.parity.mode != "warn":
         advice = "fix the cause, or set parity.mode=warn to train all the same"
-        error = ParityError(f"{problem}; {advice}") if problem else None
+        error = ValueError(f"{problem}; {advice}") if problem else None
         raise_together(error, mesh.cpu_group)
 
     return gaps

@@ -69,19 +69,15 @@ def test_every_task_gets_the_same_number_whatever_its_prompts():
     assert counts_by_task(plan) == {"few": 34, "many": 33, "one": 33}
     by_text = {each.text: len(indices) for each, indices in plan}
     assert sorted(n for text, n in by_text.items() if "few" in text) == [11, 11, 12]
-    assert (
-        sorted(n for text, n in by_text.items() if "many" in text) == [1] * 33
-    )  # the last seven of 40 get none
+    # the last seven of 40 get none
+    assert sorted(n for text, n in by_text.items() if "many" in text) == [1] * 33
     assert all(indices == range(len(indices)) for _, indices in plan)
 
 
 def test_within_a_task_the_first_prompts_of_the_file_get_one_more():
     plan = spread(tasked(few=3), 10)
-    assert [(each.text, len(indices)) for each, indices in plan] == [
-        ("a red few 0", 4),
-        ("a green few 1", 3),
-        ("a blue few 2", 3),
-    ]
+    counts = [(each.text, len(indices)) for each, indices in plan]
+    assert counts == [("a red few 0", 4), ("a green few 1", 3), ("a blue few 2", 3)]
 
 
 def test_more_samples_keep_those_of_a_smaller_evaluation():
@@ -128,11 +124,8 @@ def test_pictures_are_balanced_over_tasks_and_prefer_different_prompts():
     plan = spread(tasked(few=2, many=40, one=1), 300)
     wanted = pictured(plan, 12)
     texts = {each.id: each for each, _ in plan}
-    assert Counter(texts[key].fields["task"] for key, _ in wanted) == {
-        "few": 4,
-        "many": 4,
-        "one": 4,
-    }
+    by_task = Counter(texts[key].fields["task"] for key, _ in wanted)
+    assert by_task == {"few": 4, "many": 4, "one": 4}
     assert sorted(
         (texts[key].text, index) for key, index in wanted if "many" in texts[key].text
     ) == [
@@ -183,12 +176,10 @@ def test_every_sample_is_drawn_once_and_scored_as_its_own(mesh):
     assert [s.identity for s in found.samples] == [
         (each.id, index) for each, indices in plan for index in indices
     ]
-    assert {(r.seed, r.step, r.policy_version) for r in fleet.requests} == {
-        (0, EVAL_STEP, 7)
-    } and found.step == 7
-    assert all(
-        not request.prompt.fields for request in fleet.requests
-    )  # a reward's matter, not the replica's
+    asked = {(request.seed, request.step, request.policy_version) for request in fleet.requests}
+    assert asked == {(0, EVAL_STEP, 7)} and found.step == 7
+    # a reward's matter, not the replica's
+    assert all(not request.prompt.fields for request in fleet.requests)
     for sample in found.samples:
         if sample.file:
             color = sample.caption.split()[1]  # its own prompt's, and its own pixels

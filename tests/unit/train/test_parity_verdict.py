@@ -98,9 +98,8 @@ def test_auto_takes_the_rollouts_own_below_half_the_clip_range(caplog):
         assert recomputes(gaps(log_prob=gap), config("auto").algorithm, before=False) == anew
         assert [record.levelname for record in caplog.records] == [level]
         assert f"{gap:.2e}" in caplog.text and "5.00e-06" in caplog.text
-    assert recomputes(
-        gaps(log_prob=0.0), config("auto").algorithm, before=True
-    )  # a resumed run goes on as it began
+    # a resumed run goes on as it began
+    assert recomputes(gaps(log_prob=0.0), config("auto").algorithm, before=True)
 
 
 def test_the_narrower_side_of_the_clip_range_counts():

@@ -177,9 +177,8 @@ def test_a_stopped_run_says_where_it_stands(tmp_path):
     assert (row["step"], row["reason"]) == (1_000_000, "SIGUSR1")
     assert row["attempt"].startswith("20")
     assert not (tmp_path / "stop").exists()
-    StopFiles(tmp_path / "nowhere").obeyed(
-        reason="SIGUSR1", exit_code=75
-    )  # a run ends all the same
+    # a run ends all the same
+    StopFiles(tmp_path / "nowhere").obeyed(reason="SIGUSR1", exit_code=75)
 
 
 @pytest.mark.parametrize(("count", "code"), [("0", 0), ("1", 0), ("2", 75)])
