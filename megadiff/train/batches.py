@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,14 +19,14 @@ from pathlib import Path
 from megadiff.data.sampler import PromptSampler
 from megadiff.engines.engine import Engine
 from megadiff.observe.timers import Timers
-from megadiff.parallel.collectives import all_reduce_sums, any_rank, gather_json_at
+from megadiff.parallel.collectives import agreed, all_reduce_sums, any_rank, gather_json_at
 from megadiff.rewards.score import TOTAL, Scorer
 from megadiff.rollout.client.report import Report, no_report
 from megadiff.train.batch_files import StepSamples, drop_incomplete, identity, write_batch
 from megadiff.train.components import step_samplings
 from megadiff.train.replica_figures import SlowReplicas, calls_of_all, replica_figures
 from megadiff.train.run_replicas import RunReplicas
-from megadiff.train.sampling import Draw, Rewards, group_requests, sample_and_score, share
+from megadiff.train.sampling import Draw, Rewards, group_requests, share
 from megadiff.types import Figures, PromptBatch, RolloutGroup, RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -266,9 +267,16 @@ class BatchSource:
         draw = self._draw
         assert draw is not None
         start_s = time.perf_counter()
-        # Where all replicas are lost, those that come back get the weights that there are now.
-        finish = partial(self._replicas.finish, version=self._newest)
-        groups, rewards = sample_and_score(draw, finish, mesh=self._mesh, timers=self._timers)
+        mesh = self._mesh
+        here = mesh.is_model_group_source
+        # The peers' GPUs hold replicas too, so their waiting is time of the rollout. Timer `sample`
+        # ends when all ranks have their scores; `rollout` and `reward` are this rank's own in it.
+        waiting = nullcontext() if here else self._timers("rollout")
+        with self._timers("sample"), waiting:
+            # Where all replicas are lost, those that come back get the weights that there are now.
+            self._replicas.finish(draw, here=here, version=self._newest)
+            fetched = agreed(draw.conclude, mesh.cpu_group, here=here)
+        groups, rewards = share(fetched, draw.requests, mesh=mesh)
         waited_s = time.perf_counter() - start_s
         drawn_s = self._timers.take_over(self._draw_timers)
         self._hidden_s = max(0.0, drawn_s - waited_s)

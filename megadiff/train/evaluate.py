@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, cycle, groupby, islice, zip_longest
 from statistics import fmean
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from megadiff.parallel.collectives import gather_json
 from megadiff.parallel.mesh import Mesh
 from megadiff.rewards.score import TOTAL, Scorer
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.train.sampling import Draw, Finish, sampling_of
+from megadiff.train.sampling import Draw, Redrawable, sampling_of
 from megadiff.types import Prompt, RolloutGroup, RolloutRequest, Sampling, Tensors
 
 EVAL_STEP = -1  # of the noise identity: never a training step, and the same at every evaluation
@@ -112,6 +113,12 @@ def pictured(plan: Plan, count: int = NUM_IMAGES) -> set[Identity]:
                 by_task.setdefault(task_of(prompt), []).append((prompt.id, index))
     turns = chain.from_iterable(zip_longest(*by_task.values()))
     return set(islice(filter(None, turns), count))
+
+
+class Finish(Protocol):
+    """Run a draw on the ranks where `here` is true until it is done on all. Collective."""
+
+    def __call__(self, draw: Redrawable, *, here: bool) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

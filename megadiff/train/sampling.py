@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Protocol
 
@@ -37,12 +37,6 @@ class Redrawable(Protocol):
     def run(self) -> bool: ...
 
     def use_version(self, version: int) -> None: ...
-
-
-class Finish(Protocol):
-    """Run a draw on the ranks where `here` is true until it is done on all. Collective."""
-
-    def __call__(self, draw: Redrawable, *, here: bool) -> None: ...
 
 
 def sampling_of(config: RolloutConfig) -> Sampling:
@@ -96,26 +90,6 @@ def group_requests(
         )
         for prompt, repeat in zip(batch.prompts, batch.repeats, strict=True)
     ]
-
-
-def sample_and_score(
-    draw: Draw, finish: Finish, *, mesh: Mesh, timers: Timers
-) -> tuple[list[RolloutGroup], Rewards]:
-    """Get the groups of a draw and their rewards. Collective.
-
-    The model group's first rank fetches and scores (scoring starts as groups arrive); its peers
-    receive. Timer `sample` runs until every source rank has its samples and scores; `rollout` and
-    `reward` are this rank's own within it.
-    finish: runs the draw again where replicas were lost.
-    Raises AgreedError on every rank of the world when a reward fails, or a call everywhere.
-    """
-    # the peers' GPUs hold replicas too, so their waiting is time of the rollout
-    waiting = nullcontext() if mesh.is_model_group_source else timers("rollout")
-
-    with timers("sample"), waiting:
-        finish(draw, here=mesh.is_model_group_source)
-        fetched = agreed(draw.conclude, mesh.cpu_group, here=mesh.is_model_group_source)
-    return share(fetched, draw.requests, mesh=mesh)
 
 
 def share(
