@@ -41,7 +41,7 @@ from megadiff.train.components import check_components
 from megadiff.train.evaluate import spread
 from megadiff.train.resume_point import check_resume_point
 from megadiff.train.run import check_run_folder
-from megadiff.train.sampling import given_images, sampling_of
+from megadiff.train.sampling import given_images, named, sampling_of
 from megadiff.types import Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -174,10 +174,8 @@ def _check_lora_start(config: Config, algorithm: Algorithm) -> None:
 def _checked_adapter(config: Config, layout: Layout, algorithm: Algorithm) -> ModelAdapter:
     """Return the model's adapter. Raises ValueError where the config does not fit the model."""
     model = Path(config.model.path)
-    try:
+    with named(f"model.path={config.model.path}"):
         check_model_folder(model, config.model.family)
-    except ValueError as error:
-        raise ValueError(f"model.path={config.model.path}: {error}") from error
 
     adapter = build_adapter(model, config.model.family)
     check_model(config, adapter, on_policy=algorithm.on_policy)

@@ -33,20 +33,6 @@ from megadiff.train.replicas import (
 )
 from tests.meshes import one_rank_mesh
 
-MESH = SimpleNamespace(
-    device=torch.device("cpu"),
-    rank=0,
-    world_size=1,
-    local_world_size=1,
-    dp_rank=0,
-    sp=1,
-    tp=1,
-    node=0,
-    num_nodes=1,
-    node_source=0,
-    cpu_group=None,
-    cpu_node_group=None,
-)
 CODE = {"megadiff": "1", "torch": "2"}
 
 
@@ -61,7 +47,7 @@ def four_threads():
 
 @pytest.mark.parametrize(("count", "num_threads"), [(1, 4), (2, 2), (3, 1), (8, 1)])
 def test_replicas_together_have_the_threads_of_the_trainer(four_threads, count, num_threads):
-    assert threads_each(MESH, count) == num_threads
+    assert threads_each(one_rank_mesh(), count) == num_threads
 
 
 def test_the_threads_of_all_ranks_of_the_node_count(four_threads):
@@ -71,13 +57,13 @@ def test_the_threads_of_all_ranks_of_the_node_count(four_threads):
 def test_readme_names_the_files_of_a_runs_replicas():
     readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     run = Path("runs/NAME")
-    registry = replica_spec(_config(1), MESH, run, name="replica_0").registry
+    registry = replica_spec(_config(1), one_rank_mesh(), run, name="replica_0").registry
     assert f"`url` of `{registry / 'replica_0.json'}`" in readme
     assert f"$(cat {registry_folder(run) / TOKEN_FILE})" in readme
 
 
 def test_a_replica_of_a_run_ends_with_it_and_one_of_a_script_does_not():
-    assert replica_spec(_config(1), MESH, Path("run"), name="a").ends_with_run
+    assert replica_spec(_config(1), one_rank_mesh(), Path("run"), name="a").ends_with_run
     assert not ReplicaSpec(model=Path("m"), parent_pid=1).ends_with_run
 
 
@@ -85,7 +71,7 @@ def test_a_replica_of_a_run_ends_with_it_and_one_of_a_script_does_not():
 def test_replicas_have_the_trainers_streams(streams):
     config = _config(1)
     config.model.float32_streams = streams
-    assert replica_spec(config, MESH, Path("run"), name="a").float32_streams == streams
+    assert replica_spec(config, one_rank_mesh(), Path("run"), name="a").float32_streams == streams
 
 
 @pytest.mark.parametrize(("fp8", "sleep"), [(True, "always"), (True, "never"), (False, "always")])
@@ -93,7 +79,7 @@ def test_fp8_weights_take_the_place_of_others_where_every_push_brings_all(fp8, s
     config = _config(1)
     config.rollout.fp8 = fp8
     config.rollout.sleep = sleep
-    spec = replica_spec(config, MESH, Path("run"), name="a")
+    spec = replica_spec(config, one_rank_mesh(), Path("run"), name="a")
     assert spec.fp8 == fp8
     assert spec.fp8_in_place == (fp8 and sleep == "always")
 
@@ -176,7 +162,7 @@ def test_replicas_that_a_run_starts_have_a_token(tmp_path, monkeypatch, given):
     tokens = []
     for _ in range(2):  # the second start finds what the first left
         token = fresh_token(tmp_path)
-        started = _launch(_config(2), MESH, tmp_path, token, shared_base=False)
+        started = _launch(_config(2), one_rank_mesh(), tmp_path, token, shared_base=False)
         for process in started:
             process.process.wait(30)
         assert [process.token for process in started] == [token] * 2
