@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from bench_machine import cpu_name, versions, visible_gpus
+from bench_machine import cpu_name, tool_parser, versions, visible_gpus, with_default
 
 from megadiff.observe.metrics import column, median, read_rows
 
@@ -41,9 +41,7 @@ STAGES = ("step", "rollout", "reward", "sample", "train", "sync", "hidden")
 
 def main(argv: list[str]) -> int:
     options, settings = _parser().parse_known_args(argv)
-    settings = settings or [str(QUICKSTART)]
-    if all("=" in setting for setting in settings):
-        settings = [str(QUICKSTART), *settings]
+    settings = with_default(settings, [str(QUICKSTART)])
     with tempfile.TemporaryDirectory(prefix="bench_ahead_") as scratch:
         folder = Path(scratch)
         places = [int(place) for place in options.replicas.split(",")]
@@ -191,9 +189,7 @@ def table(rows: Sequence[dict[str, float]], *, with_head: bool) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count")
     parser.add_argument("--gpu", action="store_true", help="places are GPUs, not cores")

@@ -22,7 +22,6 @@ steps after the first: as it is, and as if a rank took the wait behind others' c
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import random
@@ -31,6 +30,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any
+
+from bench_machine import tool_parser
 
 from megadiff.rollout.client.call_queue import CALLS_PER_REPLICA, CallQueue, ReplicaCall
 
@@ -201,9 +202,7 @@ def ratios(
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--replicas", type=int, default=64)
     parser.add_argument("--calls", type=int, nargs="+", default=[2, 4, 8], help="a replica")
     parser.add_argument("--spread", type=float, default=0.5, help="of the speeds' logarithms")

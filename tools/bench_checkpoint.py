@@ -28,8 +28,8 @@ from statistics import median
 from unittest.mock import patch
 
 import torch
-from bench_engine import LOSS, RECIPE, synthetic_batch
-from bench_machine import cpu_name, versions, visible_gpus
+from bench_engine import LOSS, synthetic_batch
+from bench_machine import RECIPE, machine, tool_parser
 from random_weights import write_random_transformer
 
 from megadiff.checkpoint import background
@@ -103,9 +103,7 @@ def main(argv: list[str]) -> int:
         "written_s": round(median(written), 3),
         "update_s": round(alone_s, 3),
         "update_beside_s": round(median(beside), 3),
-        "gpus": [name for _, name in visible_gpus()],
-        "cpu": cpu_name(),
-        "versions": versions(),
+        **machine(),
     }
     print(json.dumps(line), flush=True)
     torch.distributed.destroy_process_group()
@@ -134,9 +132,7 @@ def _prepare(scratch: Path, num_parameters: float) -> Bench:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--gib", type=float, default=0.0, help="of state, about")
     size.add_argument("--params", type=float, default=0.0, help="number of parameters, about")

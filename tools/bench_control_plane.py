@@ -18,7 +18,6 @@ Qwen-Image by number and name length, and its bucket is told of as `nccl` does, 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -35,7 +34,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from bench_machine import cpu_name, versions
+from bench_machine import cpu_name, tool_parser, versions
 
 from megadiff.process.lifeline import exit_with
 from megadiff.rollout.client.client import Drawn, ReplicaClient
@@ -163,9 +162,7 @@ class EchoClient:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--replicas", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--tensors", type=int, default=NUM_TENSORS)
     parser.add_argument("--step-s", type=float, default=STEP_S)

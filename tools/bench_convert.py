@@ -15,7 +15,6 @@ before. Exit code 1 when what came back differs from what was sent. See docs/con
 
 from __future__ import annotations
 
-import argparse
 import filecmp
 import json
 import math
@@ -30,7 +29,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-from bench_machine import cpu_name, versions
+from bench_machine import cpu_name, tool_parser, versions
 from random_weights import write_random_transformer
 
 from megadiff.convert.convert import Options, convert
@@ -52,9 +51,7 @@ sys.exit(code)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument(
         "--gib", type=float, default=4.0, help="of float32 weights; a block of Qwen-Image is 1.27"
     )

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench_machine import visible_gpus
+from bench_machine import gpu_name, tool_parser
 from diffusers import AutoencoderKLQwenImage
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         for rows in options.rows:
             measured = decode(vae, latents, rows=rows, device=device)
             line = {"way": way, "images": options.images, "rows": rows, **measured}
-            print(json.dumps(line | {"gpu": (visible_gpus() or [("", "CPU")])[0][1]}), flush=True)
+            print(json.dumps(line | {"gpu": gpu_name()}), flush=True)
     return 0
 
 
@@ -70,9 +70,7 @@ def decode(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--size", type=int, default=512, help="pixels on a side")
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 16], help="images a call")

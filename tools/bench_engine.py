@@ -32,9 +32,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_machine import cpu_name, versions, visible_gpus, with_default
+from bench_machine import RECIPE, machine, tool_parser, with_default
 from one_rank import check_alone, check_called, pretend
-from random_weights import write_random_transformer
+from random_weights import transformer_with_weights
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
@@ -48,7 +48,6 @@ from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
 from megadiff.train.sampling import sampling_of
 from megadiff.types import TrainBatch
 
-RECIPE = "configs/recipes/qwen_image_flowgrpo_4xh200.yaml"
 WARMUP = 2
 LOSS = partial(flow_grpo, clip_range=(1e-5, 1e-5), adv_clip_max=5.0, kl_coef=0.0)
 
@@ -60,14 +59,11 @@ def main(argv: list[str]) -> int:
         return _worker(configs, options)
     failed = False
     with tempfile.TemporaryDirectory(prefix="bench_engine_", dir=options.scratch) as scratch:
-        model = options.model
-        if options.layers or not any((model / "transformer").glob("*.safetensors")):
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            count = write_random_transformer(
-                model, Path(scratch) / "m", device=device, num_layers=options.layers
-            )
-            model = Path(scratch) / "m"
-            print(json.dumps({"parameters": count, **_machine()}), flush=True)
+        model, count = transformer_with_weights(
+            options.model, Path(scratch), num_layers=options.layers
+        )
+        if count is not None:
+            print(json.dumps({"parameters": count, **machine()}), flush=True)
         for size in options.size:
             for layout in options.layout:
                 failed |= not _launch(configs, model, size, layout, options)
@@ -258,14 +254,8 @@ def _gib(num_bytes: int, mesh: Mesh) -> float | None:
     return round(num_bytes / 2**30, 2) if mesh.device.type == "cuda" else None
 
 
-def _machine() -> dict[str, object]:
-    return {"gpus": [name for _, name in visible_gpus()], "cpu": cpu_name(), "versions": versions()}
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument(
         "config", nargs="*", help=f"yaml files and key=value overrides (default {RECIPE})"
     )

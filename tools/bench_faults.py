@@ -33,6 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from bench_machine import tool_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MEGADIFF_BENCH_FAULTS"
@@ -66,9 +67,7 @@ sample_every: 0
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument(
         "--steps", type=int, default=0, help="default: half of --faults, at least 3"

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_machine import cpu_name, versions, visible_gpus, with_default
-from random_weights import write_random_transformer
+from bench_machine import RECIPE, machine, tool_parser, with_default
+from random_weights import transformer_with_weights
 from torch import Tensor, nn
 
 from megadiff.algorithms.flow_matching import flow_matching
@@ -44,7 +44,6 @@ from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.train.sampling import sampling_of
 from megadiff.types import FlowBatch
 
-RECIPE = "configs/recipes/qwen_image_flowgrpo_4xh200.yaml"
 LOSS = "loss/flow_matching"
 SPREAD = 0.1  # of the images of one caption around their mean
 PROBE = 10**6  # the number of the batch that gradients are compared on, beyond any update's
@@ -94,13 +93,8 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     configs = with_default(options.config, [RECIPE])
     with tempfile.TemporaryDirectory(prefix="bench_fp8_", dir=options.scratch) as scratch:
-        model = options.model
-        if options.layers or not any((model / "transformer").glob("*.safetensors")):
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            model = Path(scratch) / "m"
-            write_random_transformer(options.model, model, device=device, num_layers=options.layers)
-        machine = {"gpus": [name for _, name in visible_gpus()], "cpu": cpu_name()}
-        print(json.dumps({**machine, "versions": versions()}), flush=True)
+        model, _ = transformer_with_weights(options.model, Path(scratch), num_layers=options.layers)
+        print(json.dumps(machine()), flush=True)
 
         reports = []
         for fp8 in ("none", *options.fp8):
@@ -215,9 +209,7 @@ def table(reports: list[dict]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument(
         "config", nargs="*", help=f"yaml files and key=value overrides (default {RECIPE})"
     )

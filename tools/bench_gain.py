@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 
-from bench_machine import cpu_name, is_override, versions, visible_gpus
+from bench_machine import cpu_name, is_override, tool_parser, versions, visible_gpus
 from gain_curves import (
     Point,
     RunResult,
@@ -409,9 +409,7 @@ def in_order(jobs: Sequence[Job], results: dict[str, RunResult]) -> list[RunResu
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; `command` holds the arguments as they were given."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument(
         "config", nargs="*", help=f"yaml files (default {DEFAULT_CONFIG}) and key=value overrides"
     )

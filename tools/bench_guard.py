@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 import torch._functorch.config
-from bench_machine import is_override, visible_gpus, with_default
+from bench_machine import RECIPE, gpu_name, is_override, tool_parser, with_default
 from torch import Tensor, nn
 
 from megadiff.algorithms import build_algorithm
@@ -46,7 +46,6 @@ from megadiff.train.rows import rows_per_group, train_sampling
 from megadiff.train.sampling import sampling_of
 from megadiff.types import DTYPES, Sampling
 
-RECIPE = "configs/recipes/qwen_image_flowgrpo_4xh200.yaml"
 STORE = Path(__file__).with_name("guard.json")
 STAGES = {"rollout": "time/sample_s", "train": "time/train_s"}  # and bench_step.py's names
 WARMUP = 3  # calls before those that count: compilation, then the clocks
@@ -89,7 +88,7 @@ def settings(configs: list[str], arguments: list[str], *, num_layers: int) -> st
     names = [Path(config).name for config in configs if not is_override(config)]
     overrides = [*filter(is_override, configs), *arguments]
     kept = [text for text in overrides if not text.startswith("model.path=")]
-    return " · ".join([_gpu(), *names, f"{num_layers} blocks", *kept])
+    return " · ".join([gpu_name(), *names, f"{num_layers} blocks", *kept])
 
 
 def found_slower(ratios: Ratios, stored: Mapping[str, float], *, tolerance: float) -> list[str]:
@@ -239,14 +238,8 @@ def _device(config: Config) -> str:
     return "cuda" if config.run.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def _gpu() -> str:
-    return (visible_gpus() or [("", "CPU")])[0][1]
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("config", nargs="*", help="yaml files, and key=value after the options")
     parser.add_argument("--layers", type=int, default=4, help="blocks of the transformer")
     parser.add_argument("--text-layers", type=int, default=2, help="of the text encoder")

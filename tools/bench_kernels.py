@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 import torch._inductor.config
-from bench_machine import visible_gpus
+from bench_machine import gpu_name, tool_parser
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,8 +37,7 @@ WAYS = {  # name → (compiled for any size, multi_kernel)
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     parts = _parts(options.rows, options.tokens)
-    device = [name for _, name in visible_gpus()] or ["CPU"]
-    print(f"{options.rows} rows of {options.tokens} tokens, {device[0]}")
+    print(f"{options.rows} rows of {options.tokens} tokens, {gpu_name()}")
     print(f"| µs | {' | '.join(WAYS)} |\n|---|{'---|' * len(WAYS)}")
     for name, (function, arguments) in parts.items():
         cells = []
@@ -121,9 +120,7 @@ def _microseconds(call: Callable[[], object]) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--rows", type=int, default=16, help="samples of a call")
     parser.add_argument("--tokens", type=int, default=1024, help="of an image; 512² has 1024")
     return parser

@@ -1,10 +1,11 @@
-"""What a benchmark ran on: GPUs, CPU, versions.
+"""What benchmarks share: their options, and what they ran on.
 
 Imports neither torch nor anything that touches a GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -12,9 +13,11 @@ import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import megadiff
 
+RECIPE = "configs/recipes/qwen_image_flowgrpo_4xh200.yaml"  # of whom no config is given
 PACKAGES = (
     "torch",
     "vllm",
@@ -26,6 +29,32 @@ PACKAGES = (
     "megatron-core",
     "numpy",
 )
+
+
+def tool_parser(text: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help is the tool's own text."""
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_depths(parser: argparse.ArgumentParser) -> None:
+    """Add --layers and --text-layers, of random weights."""
+    for option, network in (("--layers", "transformer"), ("--text-layers", "text encoder")):
+        parser.add_argument(
+            option, type=int, default=0, help=f"of the random {network}; 0: as its config says"
+        )
+
+
+def machine() -> dict[str, Any]:
+    """Return what a benchmark's record says of where it ran."""
+    return {"gpus": [name for _, name in visible_gpus()], "cpu": cpu_name(), "versions": versions()}
+
+
+def gpu_name() -> str:
+    """Return the first GPU's name, or CPU."""
+    gpus = visible_gpus()
+    return gpus[0][1] if gpus else "CPU"
 
 
 def visible_gpus() -> list[tuple[str, str]]:

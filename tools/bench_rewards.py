@@ -34,7 +34,7 @@ from subprocess import PIPE
 import bench_judge
 import httpx
 import torch
-from bench_machine import cpu_name, versions, visible_gpus
+from bench_machine import machine
 
 from megadiff.config.rewards import RewardConfig
 from megadiff.rewards.base import Reward, RewardContext, RewardSample
@@ -302,8 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.part:
         return 0
 
-    gpus = [name for _, name in visible_gpus()]
-    report("machine", cpu=cpu_name(), gpus=gpus, versions=versions())
+    report("machine", **machine())
     options = ["--weights", args.weights, *(["--tiny"] if args.tiny else [])]
     parts = args.parts or (["clip", "judge"] if args.gpu else ["scorer"])
     succeeded = [run_part(part, options, args.limit_s or LIMITS_S[part]) for part in parts]

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import httpx
 import torch
-from bench_machine import cpu_name, versions, visible_gpus
+from bench_machine import add_depths, cpu_name, tool_parser, versions, visible_gpus
 from bench_replica import served_model, start_replica
 from diffusers import DiffusionPipeline
 
@@ -290,9 +290,7 @@ def _shares(total: int, most: int) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument(
         "--model", type=Path, default=Path("assets/qwen_image"), help="config files are enough"
     )
@@ -306,15 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument(
-        "--layers", type=int, default=0, help="of the random transformer; 0: as its config says"
-    )
-    parser.add_argument(
-        "--text-layers",
-        type=int,
-        default=0,
-        help="of the random text encoder; 0: as its config says",
-    )
+    add_depths(parser)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--scratch", type=Path, help="folder for random weights")
     parser.add_argument("--out", type=Path, help="also write the JSON here")

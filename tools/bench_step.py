@@ -35,7 +35,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from bench_machine import cpu_name, versions, visible_gpus
+from bench_machine import add_depths, machine, tool_parser
+from one_rank import check_alone
 from step_figures import figures, memory_gib, planned_gib, table
 
 from megadiff.config.load import load_config
@@ -73,7 +74,8 @@ def main(argv: list[str]) -> int:
 def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -> int:
     config = load_config([*options.config, *arguments])
     if options.rank_of:
-        check_rank_of(config, options)
+        sizes = {"--gpus": options.gpus, "sp": config.parallel.sp, "tp": config.parallel.tp}
+        check_alone(options.rank_of, config.engine.backend, sizes)
     with tempfile.TemporaryDirectory(prefix="bench_step_", dir=options.scratch) as scratch:
         model, made = _model(config, options, Path(scratch))
         config.model.path = str(model)
@@ -111,11 +113,10 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
             )
             sys.stderr.write(f"error: {why}\n")
             return 1
+        here = machine()
         report = {
             "command": command,
-            "gpus": [name for _, name in visible_gpus()][: options.gpus],
-            "cpu": cpu_name(),
-            "versions": versions(),
+            **here | {"gpus": here["gpus"][: options.gpus]},
             "start_s": round(seconds - sum(row["time/step_s"] for row in rows), 1),
             **made,
             **figures(rows[options.warmup :], config, model_folder=model, options=options),
@@ -129,15 +130,6 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
         options.out.write_text(json.dumps(report, indent=1))
     sys.stdout.write(table(report) + json.dumps(report) + "\n")
     return 0
-
-
-def check_rank_of(config: Config, options: argparse.Namespace) -> None:
-    """Raise ValueError for what one rank of many cannot imitate."""
-    # Not at the top: it imports torch, which is for the ranks alone.
-    from one_rank import check_alone
-
-    sizes = {"--gpus": options.gpus, "sp": config.parallel.sp, "tp": config.parallel.tp}
-    check_alone(options.rank_of, config.engine.backend, sizes)
 
 
 def _model(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[Path, dict]:
@@ -276,9 +268,7 @@ def _tail(path: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("config", nargs="*", help="yaml files, and key=value after the options")
     parser.add_argument("--gpus", type=int, default=1, help="trainer processes")
     parser.add_argument(
@@ -290,15 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, default=3, help="that are measured")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
-    parser.add_argument(
-        "--layers", type=int, default=0, help="of the random transformer; 0: as its config says"
-    )
-    parser.add_argument(
-        "--text-layers",
-        type=int,
-        default=0,
-        help="of the random text encoder; 0: as its config says",
-    )
+    add_depths(parser)
     parser.add_argument(
         "--timeout-s", type=float, default=0.0, help="of the run, which has failed then; 0: none"
     )

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from bench_machine import cpu_name, versions, visible_gpus
+from bench_machine import add_depths, machine, tool_parser
 from bench_replica import served_model, start_replica
 from torch import Tensor
 
@@ -108,13 +108,7 @@ def main(argv: list[str]) -> int:
         )
         names = dict.fromkeys(name.partition(".")[2] for name in manifest)
         spec = lora_spec(LoraConfig(rank=options.lora_rank), adapter.plan, names)
-        _show(
-            {
-                "gpus": [name for _, name in visible_gpus()],
-                "cpu": cpu_name(),
-                "versions": versions(),
-            }
-        )
+        _show(machine())
         for lora in [None, spec] if spec else [None]:
             source = RandomSource(manifest, lora, mesh.device)
             for transport in options.transport:
@@ -238,22 +232,12 @@ def _show(row: dict) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--transport", nargs="+", default=["http", "shm", "nccl", "disk"])
     parser.add_argument(
         "--model", type=Path, default=Path("assets/qwen_image"), help="config files are enough"
     )
-    parser.add_argument(
-        "--layers", type=int, default=0, help="of the random transformer; 0: as its config says"
-    )
-    parser.add_argument(
-        "--text-layers",
-        type=int,
-        default=0,
-        help="of the random text encoder; 0: as its config says",
-    )
+    add_depths(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument(

@@ -19,7 +19,6 @@ Prints a line for each trial that fails, and a table. Exit code 1 when one fails
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import random
 import sys
@@ -32,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from bench_machine import tool_parser
 from sync_faults import ALL, KINDS, draw
 from sync_injector import Fault, FaultyClient, Injector, spoiled_messages
 from tiny_replicas import IMPORTS, PAIR, make_model, start_replicas
@@ -293,9 +293,7 @@ def open_trials(
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser(__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", default="0")
     parser.add_argument("--only", type=int, help="the number of one trial, to see it again")

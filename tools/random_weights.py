@@ -76,6 +76,20 @@ def write_random_transformer(source: Path, out: Path, *, device: str, num_layers
     )
 
 
+def transformer_with_weights(
+    model: Path, scratch: Path, *, num_layers: int
+) -> tuple[Path, int | None]:
+    """Return the folder, or one in scratch with random weights and the number of its parameters.
+
+    Scratch is used where the folder has no weights, or another number of layers is asked for.
+    """
+    if not num_layers and any((model / "transformer").glob("*.safetensors")):
+        return model, None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    out = scratch / "model"
+    return out, write_random_transformer(model, out, device=device, num_layers=num_layers)
+
+
 def _write_component(
     adapter: ModelAdapter, component: str, folder: Path, generator: torch.Generator
 ) -> int:
