@@ -29,17 +29,15 @@ import torch
 from bench_machine import add_depths, machine, tool_parser
 from bench_replica import served_model, start_replica
 from torch import Tensor
+from two_policies import sync_without_engine
 
 from megadiff.config.schema import LoraConfig
 from megadiff.engines.gathering import runs
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.lora import lora_spec
 from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
-from megadiff.process.identity import device_name, host_name
 from megadiff.rollout.client.fleet import Fleet
-from megadiff.sync.sync import WeightSync
-from megadiff.sync.transports.choose import build_transport
-from megadiff.tensors.boxes import boxes_from_json
+from megadiff.sync.bucket import Bucket
 from megadiff.tensors.lora_names import lora_manifest
 from megadiff.tensors.manifest import Manifest, folder_manifest
 from megadiff.types import DTYPES, LoraSpec
@@ -53,36 +51,29 @@ class RandomSource:
 
     def __init__(self, manifest: Manifest, lora: LoraSpec | None, device: torch.device) -> None:
         self.lora, self.version = lora, 0
-        self.changed = {
-            name.partition(".")[0] for name in manifest
-        }  # every version is another in all components
-        generator = torch.Generator(device).manual_seed(0)
-        self._tensors, self._lora_tensors = (
-            {
-                name: torch.randn(
-                    row["shape"], generator=generator, device=device, dtype=DTYPES[row["dtype"]]
-                )
-                * 0.02
-                for name, row in rows.items()
-            }
-            for rows in (manifest, lora_manifest(lora, manifest) if lora else {})
-        )
+        # every version is another in all components
+        self.changed = {name.partition(".")[0] for name in manifest}
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(0)
+        self._tensors = self._random(manifest)
+        self._lora_tensors = self._random(lora_manifest(lora, manifest)) if lora else {}
+
+    def _random(self, manifest: Manifest) -> dict[str, Tensor]:
+        settings = {"generator": self._generator, "device": self._device}
+        return {
+            name: 0.02 * torch.randn(row["shape"], dtype=DTYPES[row["dtype"]], **settings)
+            for name, row in manifest.items()
+        }
 
     def mark_pushed(self) -> None: ...
 
-    def named_weights(
-        self, bucket_bytes: int, components: Collection[str]
-    ) -> Iterator[list[tuple[str, Tensor]]]:
+    def named_weights(self, bucket_bytes: int, components: Collection[str]) -> Iterator[Bucket]:
         return self._buckets(self._tensors, bucket_bytes)
 
-    def named_lora(
-        self, bucket_bytes: int, components: Collection[str]
-    ) -> Iterator[list[tuple[str, Tensor]]]:
+    def named_lora(self, bucket_bytes: int, components: Collection[str]) -> Iterator[Bucket]:
         return self._buckets(self._lora_tensors, bucket_bytes)
 
-    def _buckets(
-        self, tensors: dict[str, Tensor], bucket_bytes: int
-    ) -> Iterator[list[tuple[str, Tensor]]]:
+    def _buckets(self, tensors: dict[str, Tensor], bucket_bytes: int) -> Iterator[Bucket]:
         for names in runs({name: tensor.nbytes for name, tensor in tensors.items()}, bucket_bytes):
             bucket = [(name, tensors[name].clone()) for name in names]
             for _, tensor in bucket:
@@ -101,7 +92,17 @@ def main(argv: list[str]) -> int:
     ):
         sizes = {"layers": options.layers, "text_layers": options.text_layers}
         model = served_model(options.model, Path(scratch), device=str(mesh.device), **sizes)
-        fleet = _replica(options, model, Path(scratch), mesh, stack)
+        _, client = start_replica(
+            model,
+            Path(scratch),
+            stack,
+            dtype=options.dtype,
+            device=mesh.device.type,
+            gpus=tuple(range(options.gpu, options.gpu + options.tp)),
+            tp=options.tp,
+            weights=Path(scratch) / "weights",
+        )
+        fleet = stack.enter_context(Fleet([client], batch_size=1))
         adapter = build_adapter(model)
         manifest = folder_manifest(
             model, adapter.components, dtype=options.dtype, plan=adapter.plan
@@ -138,7 +139,15 @@ def _measured(
         "replica_gpu": options.gpu,
     }
     try:
-        sync = _sync(transport, source, fleet, manifest, options, mesh, folder)
+        sync = sync_without_engine(
+            source,
+            fleet,
+            transport,
+            manifest=manifest,
+            mesh=mesh,
+            folder=folder,
+            bucket_bytes=options.bucket_mib * 2**20,
+        )
         pushes = []
         for _ in range(1 + options.repeat):
             source.version += 1
@@ -183,47 +192,6 @@ def table(rows: list[dict]) -> str:
             f"| {' | '.join(str(row.get(key, row.get('failed', ''))) for key in columns)} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def _sync(
-    transport: str,
-    source: RandomSource,
-    fleet: Fleet,
-    manifest: Manifest,
-    options: argparse.Namespace,
-    mesh: Mesh,
-    folder: Path,
-) -> WeightSync:
-    targets = fleet.weight_targets()
-    workers = {target.name: target.weights_places() for target in targets}
-    here = {"host": host_name(), "device": device_name(mesh.device)}
-    built = build_transport(
-        transport, targets, workers, ranks=[here], rank=0, device=mesh.device, folder=folder
-    )
-    return WeightSync(
-        source,
-        built,
-        manifest,
-        boxes={name: boxes_from_json(rows) for name, rows in workers.items()},
-        bucket_bytes=options.bucket_mib * 2**20,
-        cpu_group=mesh.cpu_group,
-    )
-
-
-def _replica(
-    options: argparse.Namespace, model: Path, scratch: Path, mesh: Mesh, stack: ExitStack
-) -> Fleet:
-    _, client = start_replica(
-        model,
-        scratch,
-        stack,
-        dtype=options.dtype,
-        device=mesh.device.type,
-        gpus=tuple(range(options.gpu, options.gpu + options.tp)),
-        tp=options.tp,
-        weights=scratch / "weights",
-    )
-    return stack.enter_context(Fleet([client], batch_size=1))
 
 
 def _show(row: dict) -> None:

@@ -36,18 +36,15 @@ from sync_faults import ALL, KINDS, draw
 from sync_injector import Fault, FaultyClient, Injector, spoiled_messages
 from tiny_replicas import IMPORTS, PAIR, make_model, start_replicas
 from torch import Tensor
-from two_policies import POLICIES, TwoPolicies
+from two_policies import POLICIES, TwoPolicies, sync_without_engine
 
 from megadiff.parallel.collectives import AgreedError
 from megadiff.parallel.mesh import Mesh, init_mesh, resolve_layout
-from megadiff.process.identity import device_name, host_name
 from megadiff.rollout.client.client import ReplicaError
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports import group_join
-from megadiff.sync.transports.choose import build_transport
 from megadiff.sync.transports.group import GroupTransport
-from megadiff.tensors.boxes import boxes_from_json
 from megadiff.types import Prompt, RolloutRequest, Sampling
 
 BUCKET_BYTES = 2**20  # four or five buckets of the tiny model
@@ -126,29 +123,19 @@ class Trials:
             client.injector = injector
 
     def _sync(self, transport: str, mesh: Mesh) -> WeightSync:
-        targets = self.fleet.weight_targets()
-        workers = {target.name: target.weights_places() for target in targets}
-        here = {"host": host_name(), "device": device_name(mesh.device)}
-        built = build_transport(
-            transport,
-            targets,
-            workers,
-            ranks=[here],
-            rank=0,
-            device=mesh.device,
-            folder=self.injector.folder,
-        )
-        if isinstance(built, GroupTransport):
-            built.timeout_s = MESSAGE_S
-            self.injector.first_ranks = built.first_ranks
-        return WeightSync(
+        sync = sync_without_engine(
             self.weights,
-            built,
-            self.weights.manifest,
-            boxes={name: boxes_from_json(rows) for name, rows in workers.items()},
+            self.fleet,
+            transport,
+            manifest=self.weights.manifest,
+            mesh=mesh,
+            folder=self.injector.folder,
             bucket_bytes=BUCKET_BYTES,
-            cpu_group=mesh.cpu_group,
         )
+        if isinstance(sync.transport, GroupTransport):
+            sync.transport.timeout_s = MESSAGE_S
+            self.injector.first_ranks = sync.transport.first_ranks
+        return sync
 
     def _reference(self, is_lora: bool) -> dict[str, dict[str, Tensor]]:
         """Return policy → replica → its sample, from pushes without faults."""

@@ -133,27 +133,21 @@ def _late_bucket(step: Step, *, is_after: bool) -> Answer:
 
 def _late_request(step: Step, body: bytes, path: str) -> Answer:
     """Let an earlier push's begin or commit arrive before this request."""
-    send = step.send
-    other = partial(send.func, *send.args[:2], path, *send.args[3:], **send.keywords)
-    step.beside(lambda: other(body))
+    step.beside(lambda: step.send_to(path)(body))
     return step.send(step.body)
 
 
 def _late_after_commit(step: Step) -> Answer:
     answer = step.send(step.body)
-    send = step.send
-    bucket = partial(send.func, *send.args[:2], BUCKET, *send.args[3:], **send.keywords)
     body, content = step.kept_bucket
-    step.beside(lambda: step.injector.carry(body, content, bucket))
+    step.beside(lambda: step.injector.carry(body, content, step.send_to(BUCKET)))
     return answer
 
 
 def _early_commit(step: Step) -> Answer:
     """Commit this push's version before the bucket has come."""
-    send = step.send
     version = json.loads(step.injector.sent_begin(step.fault.target))["version"]
-    commit = partial(send.func, *send.args[:2], COMMIT, *send.args[3:], **send.keywords)
-    step.beside(lambda: commit(json.dumps({"version": version}).encode()))
+    step.beside(lambda: step.send_to(COMMIT)(json.dumps({"version": version}).encode()))
     return step.send(step.body)
 
 

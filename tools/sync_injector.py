@@ -258,6 +258,11 @@ class Step:
     send: Send
     health: Send
 
+    def send_to(self, path: str) -> Send:
+        """Return what sends a body to another path of the replica."""
+        http, method, _ = self.send.args
+        return partial(self.send.func, http, method, path, **self.send.keywords)
+
     def carry(self, content: bytes) -> Answer:
         """Send the bucket with other bytes; as it is where they are the same."""
         self.injector.was_injected |= content != self.content

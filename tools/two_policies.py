@@ -1,4 +1,4 @@
-"""Two policies of a model as an engine hands them out, for pushes without an engine."""
+"""Pushes without an engine: two policies of a model, and the sync of any weights to replicas."""
 
 from __future__ import annotations
 
@@ -9,18 +9,60 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megadiff.config.rollout import HEARTBEAT_S
 from megadiff.config.schema import LoraConfig
 from megadiff.engines.gathering import runs
 from megadiff.models.registry import build_adapter
 from megadiff.parallel.lora import lora_spec
+from megadiff.parallel.mesh import Mesh
+from megadiff.process.identity import device_name, host_name
+from megadiff.rollout.client.fleet import Fleet
 from megadiff.sync.bucket import Bucket
+from megadiff.sync.sync import WeightSource, WeightSync
+from megadiff.sync.transports.choose import build_transport
+from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.lora_names import lora_manifest
-from megadiff.tensors.manifest import folder_manifest
+from megadiff.tensors.manifest import Manifest, folder_manifest
 from megadiff.tensors.model_files import weight_files
 from megadiff.types import DTYPES, LoraSpec
 
 POLICIES = ("old", "new")
 LORA_BUCKETS = 8  # LoRA tensors come in buckets that are so much smaller
+
+
+def sync_without_engine(
+    source: WeightSource,
+    fleet: Fleet,
+    transport: str,
+    *,
+    manifest: Manifest,
+    mesh: Mesh,
+    folder: Path,
+    bucket_bytes: int,
+    heartbeat_s: float = HEARTBEAT_S,
+) -> WeightSync:
+    """Return the sync of this one rank to all replicas. folder: of transport disk."""
+    targets = fleet.weight_targets()
+    workers = {target.name: target.weights_places() for target in targets}
+    here = {"host": host_name(), "device": device_name(mesh.device)}
+    built = build_transport(
+        transport,
+        targets,
+        workers,
+        ranks=[here],
+        rank=0,
+        device=mesh.device,
+        folder=folder,
+        heartbeat_s=heartbeat_s,
+    )
+    return WeightSync(
+        source,
+        built,
+        manifest,
+        boxes={name: boxes_from_json(rows) for name, rows in workers.items()},
+        bucket_bytes=bucket_bytes,
+        cpu_group=mesh.cpu_group,
+    )
 
 
 class TwoPolicies:

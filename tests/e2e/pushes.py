@@ -11,23 +11,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-import torch
 from safetensors.torch import load_file
+from two_policies import sync_without_engine
 
 from megadiff.config.rollout import HEARTBEAT_S
-from megadiff.process.identity import device_name, host_name
 from megadiff.rollout.client.client import ReplicaClient, ReplicaError
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports import shared_memory
-from megadiff.sync.transports.choose import build_transport
-from megadiff.tensors.boxes import boxes_from_json
 from megadiff.tensors.manifest import folder_manifest
 from megadiff.tensors.model_files import weight_files
 from megadiff.types import LoraSpec, Tensors
 from tests.meshes import one_rank_mesh
-
-CPU = torch.device("cpu")
 
 
 def folder_weights(model: Path, components: Collection[str]) -> Tensors:
@@ -94,30 +89,18 @@ def sync_between(
 
     folder: of transport disk. client: url, name → what talks to a replica.
     """
-    cpu_group = one_rank_mesh().cpu_group
     components = sorted({name.partition(".")[0] for name in source.weights})
     clients = [client(url, name, timeout_s=60) for name, url in urls.items()]
     with Fleet(clients, batch_size=4, heartbeat_s=heartbeat_s) as fleet:
-        targets = fleet.weight_targets()
-        workers = {target.name: target.weights_places() for target in targets}
-        here = {"host": host_name(), "device": device_name(CPU)}
-        built = build_transport(
-            transport,
-            targets,
-            workers,
-            ranks=[here],
-            rank=0,
-            device=CPU,
-            folder=folder,
-            heartbeat_s=heartbeat_s,
-        )
-        sync = WeightSync(
+        sync = sync_without_engine(
             source,
-            built,
-            folder_manifest(model, tuple(components), dtype="float32"),
-            boxes={name: boxes_from_json(rows) for name, rows in workers.items()},
+            fleet,
+            transport,
+            manifest=folder_manifest(model, tuple(components), dtype="float32"),
+            mesh=one_rank_mesh(),
+            folder=folder,
             bucket_bytes=bucket_bytes,
-            cpu_group=cpu_group,
+            heartbeat_s=heartbeat_s,
         )
         yield sync, fleet
         sync.close()
