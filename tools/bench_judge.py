@@ -1,4 +1,4 @@
-"""Ask a yes / no judge of real size that a vLLM server of this machine serves.
+"""Ask a yes / no judge of real size, served as a run of `judge.NAME` serves it.
 
 Started by bench_rewards.py, which says how. The GPU is the server's alone.
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from megadiff.config.rewards import JudgeConfig
 from megadiff.rewards.vlm_client import picture_url
+from megadiff.train.judge_server import JudgeServer
 
 Report = Callable[..., None]
+JUDGE = "bench"
 IN_FLIGHT = 64
 ALONE = 32  # requests whose answers alone and in a burst are compared
 START_S = 300.0
@@ -53,7 +55,7 @@ class Judge:
 
     def find_tokens(self) -> None:
         for word in ("yes", "no"):
-            body = {"model": "judge", "prompt": word, "add_special_tokens": False}
+            body = {"model": JUDGE, "prompt": word, "add_special_tokens": False}
             (token,) = self._post("/tokenize", body)["tokens"]
             self.token_ids.append(token)
 
@@ -64,7 +66,7 @@ class Judge:
             {"type": "text", "text": question},
         ]
         return {
-            "model": "judge",
+            "model": JUDGE,
             "messages": [{"role": "user", "content": content}],
             "temperature": 0,
             "max_tokens": 1,
@@ -112,54 +114,32 @@ def used_gib() -> float | None:
 
 
 @contextmanager
-def server(folder: Path, log: Path, options: Sequence[str]) -> Iterator[str]:
-    """Start vLLM's server on the folder and yield its url; end it and all its processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # Not `vllm serve`: the CPU build's distribution has another name, and it looks for "vllm".
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(folder), "--served-model-name", "judge"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
-    command += ["--max-model-len", "2048", "--max-num-seqs", str(IN_FLIGHT), "--enforce-eager"]
+def server(folder: Path, *, on_gpu: bool, options: Mapping[str, object]) -> Iterator[str]:
+    """Serve the folder, with a log beside it, and yield the url. options: of vLLM's server."""
+    # compiled at the first request where it is not cached, and greedy needs no sampler
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    args = {"max-model-len": 2048, "max-num-seqs": IN_FLIGHT, "enforce-eager": True}
     # Every picture of a rollout is new, so what is cached would only flatter the figures.
-    command += ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0", *options]
-    env = {
-        **os.environ,
-        "VLLM_SERVER_DEV_MODE": "1",  # without it there is no /sleep
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        # compiled at the first request where it is not cached, and greedy needs no sampler
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    }
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+    args |= {"no-enable-prefix-caching": True, "mm-processor-cache-gb": 0, **options}
+    config = JudgeConfig(model=str(folder), gpus=[0] if on_gpu else [], sleep=True, args=args)
+    judge = JudgeServer(
+        JUDGE,
+        config,
+        index=0,
+        logs=folder.parent,
+        num_threads=len(os.sched_getaffinity(0)),
+        may_restart=False,
+    )
     try:
-        _wait_until_ready(process, f"http://127.0.0.1:{port}")
-        yield f"http://127.0.0.1:{port}"
+        end = time.monotonic() + START_S
+        while not judge.is_healthy():
+            if time.monotonic() > end:
+                raise RuntimeError(f"no server after {START_S:g} s")
+            time.sleep(0.2)
+        yield judge.url
     finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with {process.returncode}")
-        try:
-            if httpx.get(f"{url}/health", timeout=1, trust_env=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise RuntimeError(f"no server after {START_S:g} s")
+        judge.process.stop()
+        judge.close()
 
 
 def run(report: Report, *, folder: Path, is_tiny: bool, weights: str) -> None:
@@ -167,12 +147,11 @@ def run(report: Report, *, folder: Path, is_tiny: bool, weights: str) -> None:
     side = 64 if is_tiny else 512
     counts = (16, 32) if is_tiny else (128, 512)
     device = "cuda" if shutil.which("nvidia-smi") else "cpu"
-    options = []
+    options: dict[str, object] = {}
     if device == "cuda":
-        # A CPU's server refuses the flag, yet answers /sleep.
-        options += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.5"]
+        options["gpu-memory-utilization"] = 0.5
     if weights == "dummy":
-        options += ["--load-format", "dummy"]
+        options["load-format"] = "dummy"
 
     start = time.monotonic()
     command = [sys.executable, str(Path(__file__).with_name("random_llava.py")), str(folder)]
@@ -185,7 +164,7 @@ def run(report: Report, *, folder: Path, is_tiny: bool, weights: str) -> None:
     report(gpu_gib_before=used_gib())
 
     start = time.monotonic()
-    with server(folder, folder.with_suffix(".log"), options) as url:
+    with server(folder, on_gpu=device == "cuda", options=options) as url:
         report(start_s=time.monotonic() - start, gpu_gib_ready=used_gib())
         judge = Judge(url, side)
         judge.find_tokens()

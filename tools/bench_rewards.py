@@ -227,8 +227,7 @@ def measure_judge(*, is_tiny: bool, weights: str) -> None:
             weights=weights,
         )
     except BaseException:
-        log = folder / "llava.log"
-        if log.exists():
+        for log in folder.glob("*.log"):
             sys.stderr.write(log.read_text("utf-8", errors="replace")[-6000:])
         raise
     finally:

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from random_llava import write_llava
 
 from megadiff.checkpoint.run_folders import whole_looking
 from megadiff.config.rewards import RewardConfig
@@ -26,7 +27,6 @@ from tests.distributed.ranks import Command
 from tests.e2e.conftest import ENVIRONMENT, Trainer
 from tests.e2e.test_rescue import forked_trainer, give_replicas_back
 from tests.tiny_clip import random_state, write_transformers
-from tests.tiny_llava import write_tiny_llava
 
 SERVER = "vllm.entrypoints.openai.api_server"
 START_S = 240
@@ -77,7 +77,8 @@ class JudgedRun:
 def start(tmp_path_factory, tiny_model, registry) -> Iterator[Callable[..., JudgedRun]]:
     """(name, *overrides) → a run by a judge's yes or no; what tests leave of it is killed."""
     folder = tmp_path_factory.mktemp("judged")
-    model = write_tiny_llava(folder / "llava")
+    model = folder / "llava"
+    write_llava(model, is_tiny=True)
     runs = []
 
     def start_run(name: str, *overrides: str) -> JudgedRun:
