@@ -29,10 +29,10 @@ from functools import partial
 from pathlib import Path
 
 from bench_machine import cpu_name, tool_parser, versions, visible_gpus, with_default
+from marked import ROOT, python_path
 
 from megadiff.observe.metrics import column, median, read_rows
 
-ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 START_S = 600.0
 STOP_S = 30.0
@@ -118,11 +118,8 @@ def replicas(
 
 def start(arguments: Sequence[str], place: int, log: Path, *, on_gpu: bool) -> subprocess.Popen:
     """Start a command of megadiff, bound to a core or a GPU."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    settings = {"PYTHONPATH": python_path(), "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | settings
     bind = None
     if on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = str(place)

@@ -34,8 +34,10 @@ from pathlib import Path
 
 import psutil
 from bench_machine import tool_parser
+from marked import ROOT, kill_left, python_path
 
-ROOT = Path(__file__).resolve().parents[1]
+from megadiff.observe.metrics import read_rows
+
 MARK = "MEGADIFF_BENCH_FAULTS"
 ASIDE = ("time/", "perf/", "memory/", "rollout/replicas")
 DROP = "drop"
@@ -80,7 +82,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("overrides", nargs="*", help="key=value of the config")
     options = parser.parse_args(argv)
-    steps = options.steps or max(3, options.faults // 2)
+    options.steps = options.steps or max(3, options.faults // 2)
     if DROP in options.kinds and (os.geteuid() or not shutil.which("ss")):
         print("no connection is dropped: that wants root and the program ss (iproute2)")
         options.kinds.remove(DROP)
@@ -92,13 +94,15 @@ def main(argv: list[str]) -> int:
         text = CONFIG.format(
             model=options.model.resolve(),
             root=ROOT,
-            steps=steps,
+            steps=options.steps,
             prompts=4 * options.replicas,
             replicas=options.replicas,
         )
         config.write_text(text)
 
-        print(f"{options.faults} faults over {steps} steps, seed {options.seed}", flush=True)
+        print(
+            f"{options.faults} faults over {options.steps} steps, seed {options.seed}", flush=True
+        )
         calm_s, calm, _ = run(config, folder, "calm", options, faults=0)
         disturbed_s, disturbed, num_left = run(
             config, folder, "disturbed", options, faults=options.faults
@@ -127,8 +131,7 @@ def run(
     mark = secrets.token_hex(8)
     command = [sys.executable, "-m", "megadiff.cli.main", "train", str(config)]
     command += [f"run.dir={folder}", f"run.name={name}", *options.overrides]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {MARK: mark, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | {MARK: mark, "PYTHONPATH": python_path()}
     log = folder / f"{name}.log"
 
     began_s = time.monotonic()
@@ -146,7 +149,10 @@ def run(
         print(f"{name}: exit code {code}\n{log.read_text(errors='replace')[-4000:]}")
 
     show_events(folder / name / "events.jsonl", name)
-    return seconds, rows_of(metrics), len(left_over(mark))
+    left = kill_left(MARK, mark, after_s=LEFT_S)
+    for process in left:
+        print(f"  left: {process}")
+    return seconds, rows_of(metrics), len(left)
 
 
 def break_replicas(
@@ -154,9 +160,8 @@ def break_replicas(
 ) -> None:
     """Do random faults to random replicas, spread over the run's steps."""
     rng = random.Random(options.seed)
-    num_steps = options.steps or max(3, options.faults // 2)
     # none before the first step: a replica that never served tells of a mistake
-    moments = sorted(1 + (num_steps - 1) * rng.random() for _ in range(faults))
+    moments = sorted(1 + (options.steps - 1) * rng.random() for _ in range(faults))
     deadline_s = time.monotonic() + options.limit_s
     done: Counter[str] = Counter()
     for moment in moments:
@@ -223,33 +228,10 @@ def replicas_of(pid: int) -> list[psutil.Process]:
 
 def rows_of(metrics: Path) -> list[dict]:
     """Return the finished steps' figures, without what depends on the clock."""
-    if not metrics.is_file():
-        return []
-    rows = []
-    for line in metrics.read_text().splitlines():
-        row = json.loads(line)
-        rows.append({key: value for key, value in row.items() if not key.startswith(ASIDE)})
-    return rows
-
-
-def left_over(mark: str) -> list[psutil.Process]:
-    """Return processes with the mark in their environment that do not end by themselves."""
-    deadline_s = time.monotonic() + LEFT_S
-    while True:
-        left = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == mark and process.status() != "zombie":
-                    left.append(process)
-            except psutil.Error:
-                continue
-        if not left or time.monotonic() > deadline_s:
-            break
-        time.sleep(0.2)
-    for process in left:
-        print(f"  left: {process}")
-        process.kill()
-    return left
+    return [
+        {key: value for key, value in row.items() if not key.startswith(ASIDE)}
+        for row in read_rows(metrics)
+    ]
 
 
 def show_events(file: Path, name: str) -> None:

@@ -16,7 +16,6 @@ gaps in the metrics. Exit code 0 when all four are 0. All traffic is on loopback
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -34,8 +33,8 @@ from pathlib import Path
 
 import psutil
 from forked import Forked
+from marked import ROOT, kill_left, python_path
 
-ROOT = Path(__file__).resolve().parents[1]
 MARK = "MEGADIFF_KILL_STORM"
 LEFT_S = 5.0  # for replicas to end with their run
 ABSENT_S = 8.0  # a run without replicas waits so long; the storm has just killed the only one
@@ -176,23 +175,6 @@ class Storm:
         return max((int(folder.name.removeprefix("step_")) for folder in folders), default=0)
 
 
-def marked() -> list[int]:
-    """Return the pids of all processes but this that carry its mark, renamed or not."""
-    wanted = f"{MARK}={os.environ[MARK]}".encode()
-    pids = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
-        try:
-            environment = (folder / "environ").read_bytes().split(b"\0")
-            is_zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except OSError:
-            continue
-        if wanted in environment and not is_zombie:
-            pids.append(int(folder.name))
-    return sorted(pids)
-
-
 def wait_until(condition, timeout_s: float, what: str) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -287,12 +269,7 @@ def run_trial(storm: Storm, trial: Trial, number: int, source: random.Random) ->
         # After SIGTERM it takes a second to stop; the next trial must not take it for a live one.
         storm.replica.wait(storm.limit_s)
     # Whoever serves a rank sees by a pidfd that it is gone, and ends with it.
-    deadline = time.monotonic() + LEFT_S
-    while marked() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    left = marked()
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
+    left = kill_left(MARK, os.environ[MARK], after_s=LEFT_S)
     process.wait()
     steps = storm.steps()
     saved = storm.saved_step()
@@ -326,8 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if MARK not in os.environ:
         # Only what a process was executed with shows in /proc: forks have this process's mark.
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        mark = {MARK: secrets.token_hex(8), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        mark = {MARK: secrets.token_hex(8), "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | mark)
     import torch._dynamo  # noqa: F401
     import torch.distributed.run  # noqa: F401
@@ -362,9 +338,7 @@ def main(argv: list[str] | None = None) -> int:
         if storm.replica is not None:
             storm.replica.terminate()
             storm.replica.wait(20)
-        for pid in marked():  # a trial that Ctrl-C broke off
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_left(MARK, os.environ[MARK], after_s=0)  # of a trial that Ctrl-C broke off
     say(
         f"{options.count} trials, seed {options.seed}: {totals['lost']} finished steps lost where "
         f"weights were whole ({totals['killed']} trials killed a rank's), "
