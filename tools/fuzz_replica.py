@@ -16,7 +16,6 @@ import random
 import re
 import secrets
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,9 +29,11 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import torch
+from bench_replica import start_replica
 from fuzz_requests import IMAGE, SAMPLE, bodies, body_of, named, raw_request
 from safetensors.torch import load_file
 
+from megadiff.rollout.client.processes import TOKEN_VARIABLE
 from megadiff.rollout.wire import decode_groups, requests_to_json
 from megadiff.sync.bucket import encode_bucket
 from megadiff.tensors.manifest import folder_manifest
@@ -219,26 +220,6 @@ def reach_high_water(beside: Beside) -> None:
         beside.http.post("/v1/images/generations", json=IMAGE).raise_for_status()
 
 
-def start_replica(
-    model: Path, folder: Path, token: str, stack: ExitStack
-) -> tuple[psutil.Process, str]:
-    """Return the process and the address of a replica that ends with the stack."""
-    command = [sys.executable, "-m", "megadiff.cli.serve", str(model), "--dtype", "float32"]
-    command += ["--name", "fuzzed", "--port", "0", "--registry", str(folder)]
-    command += ["--parent-pid", str(os.getpid())]
-    log = stack.enter_context((folder / "log").open("wb"))
-    environment = os.environ | {"MEGADIFF_TOKEN": token}
-    process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    stack.callback(process.wait)
-    stack.callback(process.terminate)
-    while not (folder / "fuzzed.json").exists():
-        if process.poll() is not None:
-            raise RuntimeError((folder / "log").read_text()[-3000:])
-        time.sleep(0.1)
-    entry = json.loads((folder / "fuzzed.json").read_text())
-    return psutil.Process(process.pid), entry["url"]
-
-
 def memory_mib(process: psutil.Process | None) -> float:
     """Return the resident memory of the replica and its workers."""
     processes = [process, *process.children(recursive=True)] if process else []
@@ -253,12 +234,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with ExitStack() as stack:
-        token = os.environ.get("MEGADIFF_TOKEN") or secrets.token_hex(16)
-        if options.url:
-            process, url = None, options.url
-        else:
+        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
+        process, url = None, options.url
+        if not url:
+            os.environ[TOKEN_VARIABLE] = token
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            process, url = start_replica(options.model, folder, token, stack)
+            how = {"dtype": "float32", "device": "cpu"}
+            server, client = start_replica(options.model, folder, stack, **how)
+            process, url = psutil.Process(server.process.pid), client.url
         beside = Beside(url, options.model, token)
         warm_up = argparse.Namespace(count=2 * ROUND, seed=f"warm-up {options.seed}")
         fuzz(url, beside, warm_up, token)
