@@ -8,16 +8,12 @@ from pathlib import Path
 
 import psutil
 
-from megadiff.algorithms import build_algorithm
 from megadiff.config.schema import Config
 from megadiff.models.registry import build_adapter
 from megadiff.observe.device_memory import GIB, phase_key
-from megadiff.planner.memory_plan import USABLE_GIB, make_plan
+from megadiff.planner.communication import step_tflop
+from megadiff.planner.memory_plan import USABLE_GIB, plan_configured
 from megadiff.planner.work import Machine
-from megadiff.train.components import forwards_per_sample
-from megadiff.train.rows import rows_per_group, train_sampling
-from megadiff.train.sampling import sampling_of
-from megadiff.types import Sampling
 
 PLANNED = {
     "parity": "log_probs",
@@ -37,18 +33,10 @@ def figures(
     common = set.intersection(*(set(row) for row in rows))
     times = {key: _median(rows, key) for key in sorted(common) if key.startswith("time/")}
     adapter = build_adapter(model_folder, config.model.family)
-    algorithm = build_algorithm(config.algorithm)
     samples = config.train.prompts_per_step * config.algorithm.group_size
-    num_rows = config.train.prompts_per_step * rows_per_group(config, algorithm)
-
-    def tflop(sampling: Sampling, num_forwards: float) -> float:
-        forward = adapter.flops(sampling, options.text_tokens) / 1e12
-        return forward * num_forwards / max(num_ranks(options), 1)
-
-    rollout = tflop(sampling_of(config.rollout), samples * forwards_per_sample(config, adapter))
-    backward = 1 if config.lora.rank else 2  # frozen weights have no gradient of their own
-    train = tflop(train_sampling(config, algorithm), num_rows * (1 + backward))
-    rates = {"rollout": rollout / times["time/sample_s"], "train": train / times["time/train_s"]}
+    tflop = step_tflop(config, adapter, options.text_tokens)
+    seconds = {"rollout": times["time/sample_s"], "train": times["time/train_s"]}
+    rates = {stage: tflop[stage] / num_ranks(options) / seconds[stage] for stage in seconds}
     return {
         "samples": samples,
         "seconds": times,
@@ -86,12 +74,12 @@ def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]
         host_bytes=psutil.virtual_memory().total,
         headroom=0.1,
     )
-    own = make_plan(
+    own = plan_configured(
         config,
         build_adapter(Path(config.model.path), config.model.family),
         machine=machine,
         text_tokens=options.text_tokens,
-    ).configured
+    )
     if not own:
         return {}
     planned = {phase: own.peak(phase) for phase in own.phases}

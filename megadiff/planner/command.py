@@ -35,7 +35,6 @@ from megadiff.planner.memory_plan import (
 from megadiff.planner.network_text import layout_cells, network_lines
 from megadiff.planner.options import gpu_of, machine_of, parser
 from megadiff.planner.remedies import LORA_RANK, find_remedy, more_machines, with_settings
-from megadiff.planner.work import Machine
 from megadiff.process.words import counted
 from megadiff.train.check_algorithm import check_algorithm
 from megadiff.train.check_model import check_model, check_replicas
@@ -63,18 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
     network = Network(
-        config=config,
-        model=plan.model,
-        machine=machine,
+        plan=plan,
         links=default_links(machine, options.network_gbs),
         gpu=gpu_of(options),
-        text_tokens=options.text_tokens,
     )
-    text = (
-        json.dumps(to_json(plan, config, network))
-        if options.json
-        else to_text(plan, config, network)
-    )
+    text = json.dumps(to_json(network)) if options.json else to_text(network)
     sys.stdout.write(f"{text}\n")
     if options.gpu is None and options.memory_gib is None:
         sys.stderr.write(f"(no --gpu given: {gpu_of(options)} assumed; --gpu h100)\n")
@@ -82,11 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if plan.pick else 1
 
 
-def to_json(plan: MemoryPlan, config: Config, network: Network) -> dict[str, object]:
+def to_json(network: Network) -> dict[str, object]:
     """Return every figure in bytes. `pick` and `config` are indices into `layouts`, or null.
 
     `nodes`: the most that the layout to take pays on, and what stops it.
     """
+    plan = network.plan
     layouts = plan.estimates
 
     return {
@@ -95,15 +88,15 @@ def to_json(plan: MemoryPlan, config: Config, network: Network) -> dict[str, obj
         "machine": asdict(plan.machine) | {"budget": plan.machine.budget},
         "replicas": asdict(plan.replicas),
         "links": asdict(network.links),
-        "layouts": [_json_layout(estimate, plan.machine, network) for estimate in layouts],
+        "layouts": [_json_layout(estimate, network) for estimate in layouts],
         "pick": layouts.index(plan.pick) if plan.pick else None,
         "config": layouts.index(plan.configured) if plan.configured else None,
-        "overrides": overrides(plan.pick, config) if plan.pick else None,
+        "overrides": overrides(plan.pick, plan.config) if plan.pick else None,
         "nodes": network.limit(plan.pick.placing) if plan.pick else None,
     }
 
 
-def _json_layout(estimate: Estimate, machine: Machine, network: Network) -> dict[str, object]:
+def _json_layout(estimate: Estimate, network: Network) -> dict[str, object]:
     placing = estimate.placing
     communication = network.of(placing, estimate.work) if estimate.static else None
     return {
@@ -117,7 +110,7 @@ def _json_layout(estimate: Estimate, machine: Machine, network: Network) -> dict
         "peak": estimate.peak(estimate.worst_phase) if estimate.phases else None,
         "host": estimate.host,
         "network": communication.to_json() if communication else None,
-        "fits": estimate.fits(machine),
+        "fits": estimate.fits(network.plan.machine),
         "obstacle": estimate.obstacle,
     }
 
@@ -150,8 +143,10 @@ def _count(number: int) -> str:
     return f"{number / 1e3:.2f} k"
 
 
-def to_text(plan: MemoryPlan, config: Config, network: Network) -> str:
+def to_text(network: Network) -> str:
     """Return a table in GiB per GPU, in the order of preference, and the advice under it."""
+    plan = network.plan
+    config = plan.config
     model = plan.model
     machine = plan.machine
     work = plan.estimates[0].work
@@ -181,8 +176,8 @@ def to_text(plan: MemoryPlan, config: Config, network: Network) -> str:
         _cells(" ", names, "fits"),
         *_rows(plan),
         "",
-        *_advice(plan, config, network),
-        *network_lines(plan, network),
+        *_advice(plan),
+        *network_lines(network),
         "",
         *node_lines(config, world_size=machine.world_size, ranks_per_node=machine.gpus_per_node),
     ]
@@ -252,10 +247,11 @@ def _replica_line(plan: MemoryPlan) -> str:
     return text
 
 
-def _advice(plan: MemoryPlan, config: Config, network: Network) -> list[str]:
+def _advice(plan: MemoryPlan) -> list[str]:
     if plan.pick is None:
-        return _nothing_fits(plan, config, text_tokens=network.text_tokens)
+        return _nothing_fits(plan)
 
+    config = plan.config
     estimate = plan.pick
     backend = config.engine.backend
     worst = estimate.worst_phase
@@ -296,27 +292,25 @@ def _advice(plan: MemoryPlan, config: Config, network: Network) -> list[str]:
     return lines
 
 
-def _nothing_fits(plan: MemoryPlan, config: Config, *, text_tokens: int) -> list[str]:
-    possible = [estimate for estimate in plan.estimates if not estimate.obstacle]
-    if not possible:
+def _nothing_fits(plan: MemoryPlan) -> list[str]:
+    if not plan.nearest:
         return ["no layout is possible; the last column says why"]
 
-    # The advice is about the layout that misses by the least.
-    nearest = min(possible, key=lambda estimate: estimate.peak(estimate.worst_phase))
+    nearest = plan.nearest[0]
     worst = nearest.worst_phase
-    gpu_fits = nearest.peak(worst) <= plan.machine.budget
-    if gpu_fits:
+    head = f"nothing fits. Nearest: {overrides(nearest, plan.config)}"
+    if nearest.peak(worst) <= plan.machine.budget:
         return [
-            f"nothing fits. Nearest: {overrides(nearest, config)}",
+            head,
             f"  its GPUs suffice, but {_gib(nearest.host_bytes)} GiB of host memory a GPU > "
             f"{_gib(plan.machine.host_budget)} GiB; try nodes with more (--host-gib), or more GPUs",
         ]
 
     return [
-        f"nothing fits. Nearest: {overrides(nearest, config)}",
+        head,
         f"  with {_gib(nearest.peak(worst))} GiB > {_gib(plan.machine.budget)} GiB in {worst}: "
         f"{_parts(nearest, worst)}",
-        *_remedy_lines(plan, config, text_tokens=text_tokens),
+        *_remedy_lines(plan),
     ]
 
 
@@ -335,20 +329,20 @@ def _host_part(plan: MemoryPlan, estimate: Estimate) -> str:
     return f"; host memory {used} of {budget} GiB a GPU"
 
 
-def _remedy_lines(plan: MemoryPlan, config: Config, *, text_tokens: int) -> list[str]:
+def _remedy_lines(plan: MemoryPlan) -> list[str]:
     """Say with which settings it fits, which have been planned."""
-    remedy = find_remedy(plan, config, text_tokens=text_tokens)
+    remedy = find_remedy(plan)
     if remedy is None:
         machines = [plan.machine, *more_machines(plan.machine)]
         most = machines[-1].world_size
-        lora = "" if config.lora.rank else f", nor with LoRA of rank {LORA_RANK}"
+        lora = "" if plan.config.lora.rank else f", nor with LoRA of rank {LORA_RANK}"
         return [
             f"  no setting was found with which it fits, on up to {most} GPUs either{lora}; try "
             "GPUs with more memory, or a smaller model"
         ]
 
     estimate = remedy.estimate
-    changed = with_settings(config, [remedy.settings])
+    changed = with_settings(plan.config, [remedy.settings])
     layout = overrides(estimate, changed)
     settings = " ".join(f"{key}={value}" for key, value in remedy.settings.items())
     num_gpus = remedy.machine.world_size

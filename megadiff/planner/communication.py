@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from megadiff.algorithms import OLD, build_algorithm
 from megadiff.config.schema import Config
 from megadiff.config.validate import sleeps
+from megadiff.models.adapter import ModelAdapter
 from megadiff.observe.utilisation import PEAK_TFLOPS
 from megadiff.parallel.mesh import Layout
-from megadiff.planner.engine_memory import ModelShape, Placing, Work
+from megadiff.planner.engine_memory import Placing, Work
+from megadiff.planner.memory_plan import MemoryPlan
 from megadiff.planner.network import (
     PURPOSES,
     Links,
@@ -98,23 +100,21 @@ class Communication:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Estimate the communication of layouts of one run.
+    """Estimate the communication of a plan's layouts.
 
     gpu: a key of memory_plan.USABLE_GIB.
     """
 
-    config: Config
-    model: ModelShape
-    machine: Machine
+    plan: MemoryPlan
     links: Links
     gpu: str
-    text_tokens: int
 
     def of(self, placing: Placing, work: Work) -> Communication:
         """Return a layout's communication."""
-        config = self.config
+        config = self.plan.config
+        model = self.plan.model
         is_separate = config.rollout.mode == "separate"
-        traffic = step_traffic(self.model, placing, work, self._passes(work))
+        traffic = step_traffic(model, placing, work, self._passes(work))
         traffic += push_traffic(
             placing,
             pushed_bytes=self._pushed_bytes(work),
@@ -122,7 +122,7 @@ class Network:
             is_separate=is_separate,
         )
 
-        tflop = step_tflop(config, self.model, self.text_tokens)
+        tflop = step_tflop(config, model.adapter, self.plan.text_tokens)
         reached = REACHED_TFLOPS_LORA if config.lora.rank else REACHED_TFLOPS
         name = f"NVIDIA {self.gpu.partition('-')[0].upper()}"
         # as far as other GPUs reach the same part of their peak
@@ -136,18 +136,19 @@ class Network:
 
     def limit(self, placing: Placing) -> tuple[int, str]:
         """Return the most nodes, of powers of two, that a layout pays on, and what stops it."""
+        plan = self.plan
         num_nodes = 1
         # doubled, as dp has to divide the prompts of a step, which are mostly powers of two
         while num_nodes < MOST_NODES:
             more = 2 * num_nodes
             grown = self.on_nodes(placing, more)
-            prompts = self.config.train.prompts_per_step
+            prompts = plan.config.train.prompts_per_step
             if prompts % grown.layout.dp:
                 reason = f"dp={grown.layout.dp} does not divide train.prompts_per_step={prompts}"
                 return num_nodes, reason
 
-            machine = replace(self.machine, world_size=grown.layout.world_size)
-            work = work_of(self.config, self.model, grown, machine, self.text_tokens)
+            machine = replace(plan.machine, world_size=grown.layout.world_size)
+            work = work_of(plan.config, plan.model, grown, machine, plan.text_tokens)
             communication = self.of(grown, work)
             if communication.is_bound:
                 return num_nodes, (
@@ -162,10 +163,11 @@ class Network:
 
         Shards stay within a node where they are; else they spread over all.
         """
-        world_size = num_nodes * self.machine.gpus_per_node
+        gpus_per_node = self.links.gpus_per_node
+        world_size = num_nodes * gpus_per_node
         peers = placing.layout.sp * placing.layout.tp
         dp = world_size // peers
-        spreads = placing.backend != "veomni" or placing.shards > self.machine.gpus_per_node
+        spreads = placing.backend != "veomni" or placing.shards > gpus_per_node
         layout = Layout(
             world_size=world_size,
             dp=dp,
@@ -177,10 +179,11 @@ class Network:
 
     def _passes(self, work: Work) -> StepPasses:
         """Count passes; microbatches are dealt to the components evenly."""
-        algorithm = self.config.algorithm
-        components = self.model.num_components - self.model.num_frozen
+        config = self.plan.config
+        algorithm = config.algorithm
+        components = self.plan.model.num_components - self.plan.model.num_frozen
         microbatches = math.ceil(work.num_microbatches / components)
-        updates = self.config.train.updates_per_step
+        updates = config.train.updates_per_step
 
         # The first update's forwards give its old log_probs (train/update.py). "auto" counts as if
         # they were computed.
@@ -198,27 +201,28 @@ class Network:
 
     def _pushed_bytes(self, work: Work) -> int:
         """Return the bytes of a step's push: what was trained, or all to replicas that slept."""
-        model = self.model
-        if not build_algorithm(self.config.algorithm).on_policy:
+        config = self.plan.config
+        model = self.plan.model
+        if not build_algorithm(config.algorithm).on_policy:
             return 0
         num_lora = sum(map(math.prod, model.lora.values()))
         elements = (model.num_components - model.num_frozen) * (num_lora or model.num_parameters)
         # a shared base is never sent
-        if sleeps(self.config, device_type="cuda") and not work.shares_base:
+        if sleeps(config, device_type="cuda") and not work.shares_base:
             elements = model.num_components * (num_lora + model.num_parameters)
-        return DTYPES[self.config.model.dtype].itemsize * elements
+        return DTYPES[config.model.dtype].itemsize * elements
 
 
-def step_tflop(config: Config, model: ModelShape, text_tokens: int) -> dict[str, float]:
+def step_tflop(config: Config, adapter: ModelAdapter, text_tokens: int) -> dict[str, float]:
     """Return the model's own TFLOP of a step on all GPUs, as perf/tflops_* count them."""
     algorithm = build_algorithm(config.algorithm)
     num_prompts = config.train.prompts_per_step
 
     def forward(sampling: Sampling) -> float:
-        return num_prompts * model.adapter.flops(sampling, text_tokens) / 1e12
+        return num_prompts * adapter.flops(sampling, text_tokens) / 1e12
 
     drawn = sampling_of(config.rollout)
-    num_steps = config.algorithm.group_size * forwards_per_sample(config, model.adapter)
+    num_steps = config.algorithm.group_size * forwards_per_sample(config, adapter)
     # frozen weights have no gradient of their own
     backward = 1 if config.lora.rank else 2
     rows = rows_per_group(config, algorithm)

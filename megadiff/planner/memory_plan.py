@@ -80,18 +80,26 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Hold the estimates in the order of preference.
+    """Hold the estimates of a config in the order of preference.
 
-    pick: the first that fits. configured: the config's layout, None where it cannot run on this
-    world.
+    text_tokens: of the longest prompt. pick: the first that fits. configured: the config's layout,
+    None where it cannot run on this world.
     """
 
+    config: Config
+    text_tokens: int
     model: ModelShape
     machine: Machine
     replicas: Replicas
     estimates: list[Estimate]
     pick: Estimate | None
     configured: Estimate | None
+
+    @property
+    def nearest(self) -> list[Estimate]:
+        """Those that could run, by their peak: the first misses by the least."""
+        possible = [estimate for estimate in self.estimates if not estimate.obstacle]
+        return sorted(possible, key=lambda estimate: estimate.peak(estimate.worst_phase))
 
 
 def make_plan(
@@ -106,12 +114,14 @@ def make_plan(
     if configured:
         placings[configured] = None
 
-    estimates = []
-    for placing in sorted(placings, key=lambda placing: _preference(placing, config, machine)):
-        work = work_of(config, model, placing, machine, text_tokens)
-        estimates.append(estimate_placing(config, model, placing, work, replicas, machine))
+    estimates = [
+        estimate_placing(config, model, placing, replicas, machine, text_tokens=text_tokens)
+        for placing in sorted(placings, key=lambda placing: _preference(placing, config, machine))
+    ]
 
     return MemoryPlan(
+        config=config,
+        text_tokens=text_tokens,
         model=model,
         machine=machine,
         replicas=replicas,
@@ -132,8 +142,7 @@ def plan_configured(
         return None
     model = _trained_shape(config, adapter)
     replicas = size_replicas(config, model, machine, text_tokens=text_tokens)
-    work = work_of(config, model, placing, machine, text_tokens)
-    return estimate_placing(config, model, placing, work, replicas, machine)
+    return estimate_placing(config, model, placing, replicas, machine, text_tokens=text_tokens)
 
 
 def _trained_shape(config: Config, adapter: ModelAdapter) -> ModelShape:
@@ -203,14 +212,16 @@ def estimate_placing(
     config: Config,
     model: ModelShape,
     placing: Placing,
-    work: Work,
     replicas: Replicas,
     machine: Machine,
+    *,
+    text_tokens: int,
 ) -> Estimate:
     """Estimate a layout, with its optimizer state on the host where engine.offload wants that.
 
     auto wants it of idle components, and of all where replicas would not fit beside it.
     """
+    work = work_of(config, model, placing, machine, text_tokens)
     offload = config.engine.offload
     offloads = offload == "always" or (offload == "auto" and model.num_components > 1)
     estimate = _estimate_one(config, model, placing, work, replicas, offloads=offloads)

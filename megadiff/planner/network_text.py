@@ -10,7 +10,7 @@ from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.mesh import Layout
 from megadiff.planner.communication import GB, Communication, Network, default_links
 from megadiff.planner.engine_memory import GIB, Placing
-from megadiff.planner.memory_plan import USABLE_GIB, Estimate, MemoryPlan, make_plan
+from megadiff.planner.memory_plan import USABLE_GIB, Estimate, make_plan
 from megadiff.planner.network import PURPOSES
 from megadiff.planner.work import Machine
 
@@ -26,8 +26,9 @@ def host_bytes(gpus_per_node: int, gib: float | None = None) -> int:
     return int((gpus_per_node * HOST_GIB_PER_GPU if gib is None else gib) * GIB)
 
 
-def network_lines(plan: MemoryPlan, network: Network) -> list[str]:
+def network_lines(network: Network) -> list[str]:
     """Return a table of the layouts that fit, in GB and seconds of a step, and the advice."""
+    plan = network.plan
     links = network.links
     lines = [
         "",
@@ -50,15 +51,16 @@ def network_lines(plan: MemoryPlan, network: Network) -> list[str]:
             f"> scales to {num_nodes} nodes of {links.gpus_per_node} (sp*tp = {peers}); "
             f"at {2 * num_nodes} {reason}",
         ]
-    warning = shards_across_nodes(plan, network)
+    warning = shards_across_nodes(network)
     return lines + [f"* {warning}"] * bool(warning)
 
 
-def shards_across_nodes(plan: MemoryPlan, network: Network) -> str:
+def shards_across_nodes(network: Network) -> str:
     """Return a warning where the config's shards go across nodes although copies would fit.
 
     "" where they do not, or where copies of a sharded node would send no less.
     """
+    plan = network.plan
     configured = plan.configured
     machine = plan.machine
     if configured is None or configured.placing.backend != "veomni":
@@ -111,15 +113,8 @@ def layout_warning(
         headroom=HEADROOM,
     )
     plan = make_plan(config, adapter, machine=machine, text_tokens=TEXT_TOKENS)
-    network = Network(
-        config=config,
-        model=plan.model,
-        machine=machine,
-        links=default_links(machine, None),
-        gpu=GPU,
-        text_tokens=TEXT_TOKENS,
-    )
-    return shards_across_nodes(plan, network)
+    network = Network(plan=plan, links=default_links(machine, None), gpu=GPU)
+    return shards_across_nodes(network)
 
 
 def layout_cells(placing: Placing) -> list[str]:

@@ -9,7 +9,7 @@ from megadiff.config.schema import Config
 from megadiff.planner.engine_memory import Placing
 from megadiff.planner.footprint import size_replicas
 from megadiff.planner.memory_plan import Estimate, MemoryPlan, estimate_placing, make_plan
-from megadiff.planner.work import Machine, work_of
+from megadiff.planner.work import Machine
 from megadiff.train.check_model import check_replicas
 from megadiff.train.replicas import replicas_per_node
 
@@ -30,17 +30,17 @@ class Remedy:
     machine: Machine
 
 
-def find_remedy(plan: MemoryPlan, config: Config, *, text_tokens: int) -> Remedy | None:
+def find_remedy(plan: MemoryPlan) -> Remedy | None:
     """Return the cheapest settings that fit on these GPUs, else on more of them; None for none.
 
     One setting is tried before several, and of several those that are not needed are left out.
     Where all weights are trained and nothing helps, LoRA is tried in the same way.
     """
-    tries = _Tries(plan, config, text_tokens)
-    steps = [step for step in _steps(plan, config) if tries.is_allowed([step], plan.machine)]
+    tries = _Tries(plan)
+    steps = [step for step in _steps(plan) if tries.is_allowed([step], plan.machine)]
     # Of microbatches only the smallest: the settings that win are refined afterwards.
     together = [step for step in steps if step.get(ROWS, 1) == 1]
-    placings = _nearest(plan)
+    placings = [estimate.placing for estimate in plan.nearest[:MAX_LAYOUTS]]
 
     for step in steps:
         if tries.fits(placings[0], [step], plan.machine):
@@ -63,7 +63,7 @@ def find_remedy(plan: MemoryPlan, config: Config, *, text_tokens: int) -> Remedy
             if remedy:
                 return remedy
 
-    return None if config.lora.rank else _lora_remedy(plan, config, text_tokens=text_tokens)
+    return None if plan.config.lora.rank else _lora_remedy(plan)
 
 
 def more_machines(machine: Machine) -> list[Machine]:
@@ -72,42 +72,34 @@ def more_machines(machine: Machine) -> list[Machine]:
     return [candidate for candidate in larger if candidate.has_whole_nodes]
 
 
-def _lora_remedy(plan: MemoryPlan, config: Config, *, text_tokens: int) -> Remedy | None:
+def _lora_remedy(plan: MemoryPlan) -> Remedy | None:
     """Return LoRA with what it needs besides; None where that does not fit either."""
     settings: dict[str, object] = {"lora.rank": LORA_RANK}
     # The config refuses both together.
-    if config.engine.fp8 != "none":
+    if plan.config.engine.fp8 != "none":
         settings["engine.fp8"] = "none"
-    changed = with_settings(config, [settings])
+    changed = with_settings(plan.config, [settings])
+    adapter = plan.model.adapter
     try:
-        lora_plan = make_plan(
-            changed, plan.model.adapter, machine=plan.machine, text_tokens=text_tokens
-        )
+        lora_plan = make_plan(changed, adapter, machine=plan.machine, text_tokens=plan.text_tokens)
     except ValueError:  # a family may have no layer for LoRA
         return None
     if lora_plan.pick:
         return Remedy(settings=settings, estimate=lora_plan.pick, machine=plan.machine)
-    if not _nearest(lora_plan):
+    if not lora_plan.nearest:
         return None
 
-    remedy = find_remedy(lora_plan, changed, text_tokens=text_tokens)
+    remedy = find_remedy(lora_plan)
     return replace(remedy, settings={**settings, **remedy.settings}) if remedy else None
-
-
-def _nearest(plan: MemoryPlan) -> list[Placing]:
-    """Return the layouts that could run and miss by the least."""
-    possible = [estimate for estimate in plan.estimates if not estimate.obstacle]
-    possible.sort(key=lambda estimate: estimate.peak(estimate.worst_phase))
-    return [estimate.placing for estimate in possible[:MAX_LAYOUTS]]
 
 
 class _Tries:
     """Plans layouts with changed settings. steps: settings, the cheapest first."""
 
-    def __init__(self, plan: MemoryPlan, config: Config, text_tokens: int) -> None:
+    def __init__(self, plan: MemoryPlan) -> None:
         self._model = plan.model
-        self._config = config
-        self._text_tokens = text_tokens
+        self._config = plan.config
+        self._text_tokens = plan.text_tokens
 
     def is_allowed(self, steps: Sequence[Settings], machine: Machine) -> bool:
         """Tell whether a run would start its replicas with these settings."""
@@ -123,9 +115,12 @@ class _Tries:
         if not self.is_allowed(steps, machine):
             return False
         config = with_settings(self._config, steps)
-        replicas = size_replicas(config, self._model, machine, text_tokens=self._text_tokens)
-        work = work_of(config, self._model, placing, machine, self._text_tokens)
-        return estimate_placing(config, self._model, placing, work, replicas, machine).fits(machine)
+        text_tokens = self._text_tokens
+        replicas = size_replicas(config, self._model, machine, text_tokens=text_tokens)
+        estimate = estimate_placing(
+            config, self._model, placing, replicas, machine, text_tokens=text_tokens
+        )
+        return estimate.fits(machine)
 
     def needed(
         self, placing: Placing, steps: Sequence[Settings], machine: Machine
@@ -180,8 +175,9 @@ def with_settings(config: Config, steps: Sequence[Settings]) -> Config:
     return config
 
 
-def _steps(plan: MemoryPlan, config: Config) -> Iterator[Settings]:
+def _steps(plan: MemoryPlan) -> Iterator[Settings]:
     """Yield what may help, the cheapest first."""
+    config = plan.config
     rollout = config.rollout
     machine = plan.machine
     is_colocated = plan.replicas.per_gpu > 0

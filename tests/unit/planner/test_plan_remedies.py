@@ -74,8 +74,9 @@ def test_a_model_without_layers_for_lora_gets_no_such_advice(monkeypatch):
     config = load_config([RECIPE, MODEL])
     adapter = build_adapter(Path(config.model.path))
     adapter.plan = replace(adapter.plan, lora_targets=())
-    plan = SimpleNamespace(model=SimpleNamespace(adapter=adapter), machine=MACHINE)
-    assert remedies._lora_remedy(plan, config, text_tokens=0) is None
+    model = SimpleNamespace(adapter=adapter)
+    plan = SimpleNamespace(config=config, text_tokens=0, model=model, machine=MACHINE)
+    assert remedies._lora_remedy(plan) is None
 
 
 def bagel_stages(tmp_path: Path) -> Path:
@@ -129,6 +130,7 @@ def test_a_remedy_that_a_run_would_refuse_is_none(tmp_path):
     """A stage file that names one GPU takes no replica of two workers."""
     adapter = build_adapter(ROOT / "assets/bagel")
     plan = SimpleNamespace(
+        text_tokens=64,
         model=SimpleNamespace(adapter=adapter),
         machine=MACHINE,
         replicas=SimpleNamespace(per_gpu=1, sleeps=True),
@@ -136,7 +138,7 @@ def test_a_remedy_that_a_run_would_refuse_is_none(tmp_path):
     recipe = str(ROOT / "configs/recipes/bagel_flowgrpo_4xh200.yaml")
     stages = f"rollout.stage_config={bagel_stages(tmp_path)}"
     for settings, expected in (((), True), ((stages,), False)):
-        config = load_config([recipe, f"model.path={ROOT / 'assets/bagel'}", *settings])
+        plan.config = load_config([recipe, f"model.path={ROOT / 'assets/bagel'}", *settings])
         step = {"rollout.tp": 2}
-        assert step in remedies._steps(plan, config)
-        assert remedies._Tries(plan, config, 64).is_allowed([step], MACHINE) == expected
+        assert step in remedies._steps(plan)
+        assert remedies._Tries(plan).is_allowed([step], MACHINE) == expected
