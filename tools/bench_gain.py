@@ -438,15 +438,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="what is compared (default eval/shapes_strict, else the first score)",
     )
     # Taken out first: --seeds would ask that they be integers.
-    pairs = list(zip(["", *argv], argv))
-    overrides = [
-        each for before, each in pairs if is_override(each) and before not in ("--vary", "--out")
-    ]
-    rest = [
-        each
-        for before, each in pairs
-        if not (is_override(each) and before not in ("--vary", "--out"))
-    ]
+    overrides: list[str] = []
+    rest: list[str] = []
+    for before, each in zip(["", *argv], argv):
+        is_free = is_override(each) and before not in ("--vary", "--out")
+        (overrides if is_free else rest).append(each)
     options = parser.parse_intermixed_args(rest)
     options.config += overrides
     if options.parallel < 1:

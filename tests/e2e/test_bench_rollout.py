@@ -3,24 +3,13 @@ for each way.
 """
 
 import json
-from pathlib import Path
 
-import pytest
+import bench_rollout
 
 from megadiff.rollout.client.client import ReplicaClient
 
-TOOLS = Path(__file__).parents[2] / "tools"
 
-
-@pytest.fixture
-def bench_rollout(monkeypatch):
-    monkeypatch.syspath_prepend(TOOLS)
-    import bench_rollout
-
-    return bench_rollout
-
-
-def test_a_line_for_every_way(bench_rollout, tiny_model, registry, tmp_path, capfd, monkeypatch):
+def test_a_line_for_every_way(tiny_model, registry, tmp_path, capfd, monkeypatch):
     """With a replica that runs already, as any other would take half a minute to start."""
     client = ReplicaClient(
         json.loads((registry / "replica_0.json").read_text())["url"], "replica_0"
@@ -49,6 +38,6 @@ def test_a_line_for_every_way(bench_rollout, tiny_model, registry, tmp_path, cap
     assert table[2].startswith("| images |") and table[2].endswith("| 1.00 |")
 
 
-def test_shares(bench_rollout):
+def test_shares():
     assert bench_rollout._shares(16, 10) == [8, 8] and bench_rollout._shares(7, 10) == [7]
     assert bench_rollout._shares(25, 10) == [9, 8, 8]

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from megadiff.planner.engine_memory import Work
+
 ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "configs/recipes/qwen_image_flowgrpo_4xh200.yaml")
 MODEL = f"model.path={ROOT / 'assets/qwen_image'}"
@@ -15,6 +17,18 @@ VIDEO = {
 }
 OFF = ('parity.mode="off"', "algorithm.old_log_prob=rollout")
 SEPARATE = ("rollout.mode=separate", "rollout.registry=replicas")
+WORK = Work(
+    rows=16,
+    image_tokens=1024,
+    text_tokens=64,
+    passes=1,
+    itemsize=2,
+    stream_itemsize=2,
+    budget=0.0,
+    num_microbatches=4,
+    accumulates=False,
+    keeps_average=False,
+)
 H100 = ("--gpu", "h100", "train.microbatch_size=8")
 
 

@@ -25,7 +25,6 @@ from megadiff.planner.activation_memory import activation_bytes, kept_bytes
 from megadiff.planner.engine_memory import (
     GIB,
     Placing,
-    Work,
     gathered_bytes,
     megatron_buffer,
     static_bytes,
@@ -34,6 +33,7 @@ from megadiff.planner.memory_plan import model_shape
 from megadiff.types import DTYPES
 from tests.extra import cases
 from tests.kept_activations import activation_work, kept_by_autograd
+from tests.unit.planner.recipe import ROOT, WORK
 
 FAMILIES = {
     "sd35_medium": partial(sd3.write_tiny_pipeline, kind="3_5_medium"),
@@ -41,24 +41,11 @@ FAMILIES = {
     "qwen_image_edit": partial(qwen_image_edit.write_tiny_pipeline, kind="2511"),
     "bagel": bagel.write_tiny_bagel,
 }
-QWEN_IMAGE = Path(__file__).parents[3] / "assets" / "qwen_image"
-WORK = Work(
-    rows=16,
-    image_tokens=1024,
-    text_tokens=64,
-    passes=1,
-    itemsize=2,
-    stream_itemsize=2,
-    budget=0.0,
-    num_microbatches=4,
-    accumulates=False,
-    keeps_average=False,
-)
 
 
 @pytest.fixture(scope="module")
 def qwen_image():
-    return model_shape(QwenImageAdapter(QWEN_IMAGE), LoraConfig())
+    return model_shape(QwenImageAdapter(ROOT / "assets/qwen_image"), LoraConfig())
 
 
 def placing(backend: str, *, sequence_parallel: bool = False, **sizes: int) -> Placing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
@@ -26,10 +26,8 @@ from megadiff.planner.network import (
     push_traffic,
     step_traffic,
 )
+from tests.unit.planner.recipe import MODEL, RECIPE, ROOT, WORK
 
-ROOT = Path(__file__).parents[3]
-RECIPE = str(ROOT / "configs/recipes/qwen_image_flowgrpo_4xh200.yaml")
-MODEL = f"model.path={ROOT / 'assets/qwen_image'}"
 PARAMETERS = 20_430_401_088
 # nothing reads the last block's text after its attention: a product and an MLP
 UNUSED = 3072 * 3072 + 3072 + 2 * 4 * 3072 * 3072 + 5 * 3072
@@ -40,22 +38,6 @@ NODE = Links(gpus_per_node=8, nvlink=300e9, network=400e9)
 @pytest.fixture(scope="module")
 def qwen() -> ModelShape:
     return model_shape(build_adapter(ROOT / "assets/qwen_image"), LoraConfig())
-
-
-def work(**changes: object) -> Work:
-    settings = {
-        "rows": 16,
-        "image_tokens": 1024,
-        "text_tokens": 64,
-        "passes": 1,
-        "itemsize": 2,
-        "stream_itemsize": 2,
-        "budget": 0.0,
-        "num_microbatches": 4,
-        "accumulates": False,
-        "keeps_average": False,
-    }
-    return Work(**settings | changes)
 
 
 def placing(world_size: int, *, backend: str = "veomni", **sizes: int) -> Placing:
@@ -76,7 +58,7 @@ def test_fsdp_gathers_for_each_microbatch_where_whole_weights_do_not_fit(qwen):
     rest = units.pop(None)
     blocks = sum(units.values())
     assert rest + blocks == PARAMETERS
-    found = sent(qwen, placing(8), work(), passes)
+    found = sent(qwen, placing(8), WORK, passes)
     assert found == pytest.approx(
         {
             WEIGHTS: 8 * 2 * (rest + 2 * blocks) * 7 / 8,
@@ -84,27 +66,27 @@ def test_fsdp_gathers_for_each_microbatch_where_whole_weights_do_not_fit(qwen):
         },
         rel=1e-4,  # padding
     )
-    guided = sent(qwen, placing(8), work(passes=2), passes)
+    guided = sent(qwen, placing(8), replace(WORK, passes=2), passes)
     assert guided[WEIGHTS] == pytest.approx(8 * 2 * (rest + 4 * blocks) * 7 / 8, rel=1e-4)
     assert guided[GRADIENTS] == found[GRADIENTS]
 
 
 def test_and_once_an_update_where_they_do(qwen):
     passes = StepPasses(updates=2, microbatches=4)
-    found = sent(qwen, placing(8), work(accumulates=True), passes)
+    found = sent(qwen, placing(8), replace(WORK, accumulates=True), passes)
     assert found == pytest.approx(
         {WEIGHTS: 2 * 2 * PARAMETERS * 7 / 8, GRADIENTS: 2 * 4 * TRAINED * 7 / 8}, rel=1e-4
     )
     # a forward without gradient gathers all once more
     more = StepPasses(updates=2, microbatches=4, forwards=3)
-    extra = sent(qwen, placing(8), work(accumulates=True), more)[WEIGHTS] - found[WEIGHTS]
+    extra = sent(qwen, placing(8), replace(WORK, accumulates=True), more)[WEIGHTS] - found[WEIGHTS]
     assert extra == pytest.approx(3 * 2 * PARAMETERS * 7 / 8, rel=1e-4)
 
 
 def test_copies_reduce_their_shards_across_nodes(qwen):
     """Of 4 nodes: an eighth of the gradients goes out of each GPU, twice round the four."""
     passes = StepPasses(updates=1, microbatches=1)
-    rows = step_traffic(qwen, placing(32, dp_replicate=4), work(), passes)
+    rows = step_traffic(qwen, placing(32, dp_replicate=4), WORK, passes)
     by_purpose = {row.purpose: row for row in rows}
     copies = by_purpose.pop(REPLICAS)
     assert copies.sent == pytest.approx(2 * 4 * TRAINED / 8 * 3 / 4, rel=1e-4)
@@ -140,7 +122,7 @@ def test_ulysses_exchanges_heads_for_tokens(qwen, budget, recomputed):
     local = 16 * (1024 + 64) // 4 * 3072 * 2
     exchanges = 4 * (2 * 60 + recomputed) * local * 3 / 4
     stream = 3 * 16 * 1024 * 3072 * 2 * 3 / 4  # gathered after the blocks, and its gradient summed
-    found = sent(qwen, placing(4, sp=4), work(budget=budget), passes)
+    found = sent(qwen, placing(4, sp=4), replace(WORK, budget=budget), passes)
     assert found[TOKENS] == exchanges + stream
 
 
@@ -148,11 +130,11 @@ def test_tensor_parallelism_gathers_and_scatters_around_attention_and_mlp(qwen):
     """2 of each a block and pass; backward gathers the MLP's input again; all is recomputed."""
     passes = StepPasses(updates=1, microbatches=1)
     tokens = 16 * (1024 + 64) * 3072 * 2 * 3 / 4
-    found = sent(qwen, placing(4, backend="megatron", tp=4), work(), passes)
+    found = sent(qwen, placing(4, backend="megatron", tp=4), WORK, passes)
     assert found == {FEATURES: 60 * (4 + 5 + 4) * tokens}
     plain = placing(4, backend="megatron", tp=4)
     plain = Placing(backend="megatron", layout=plain.layout)
-    assert sent(qwen, plain, work(), passes) == {FEATURES: 60 * 3 * 2 * 2 * tokens}
+    assert sent(qwen, plain, WORK, passes) == {FEATURES: 60 * 3 * 2 * 2 * tokens}
 
 
 def test_a_push_is_the_same_for_any_number_of_nodes(qwen):

@@ -1,6 +1,8 @@
 """A random model of any size is a whole pipeline, of the asked depth, that diffusers loads."""
 
+import make_tiny_model
 import pytest
+import random_weights
 import torch
 from diffusers import QwenImagePipeline, WanPipeline
 from safetensors import safe_open
@@ -10,10 +12,7 @@ from megadiff.models.registry import build_adapter, check_model_folder
 from megadiff.tensors.model_files import read_json
 
 
-def test_pipeline(tiny_model, tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend("tools")
-    import random_weights
-
+def test_pipeline(tiny_model, tmp_path, capsys):
     out = tmp_path / "random"
     arguments = [str(out), f"--model={tiny_model}", "--layers=3", "--text-layers=1", "--device=cpu"]
     assert random_weights.main(arguments) == 0 and '"parameters": ' in capsys.readouterr().out
@@ -34,12 +33,7 @@ def test_pipeline(tiny_model, tmp_path, monkeypatch, capsys):
         random_weights.main(arguments)
 
 
-def test_the_tool_for_tiny_models_makes_full_sizes_as_well(
-    tiny_model, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.syspath_prepend("tools")
-    import make_tiny_model
-
+def test_the_tool_for_tiny_models_makes_full_sizes_as_well(tiny_model, tmp_path, capsys):
     out, options = (
         tmp_path / "full",
         ["--model", str(tiny_model), "--layers", "1", "--text-layers", "1", "--device", "cpu"],
@@ -71,10 +65,7 @@ def test_the_tool_for_tiny_models_makes_full_sizes_as_well(
     assert "unrecognized arguments: --layers 1" in capsys.readouterr().err
 
 
-def test_two_experts(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend("tools")
-    import random_weights
-
+def test_two_experts(tmp_path):
     write_tiny_pipeline(tmp_path / "tiny", kind="t2v_a14b")
     out = tmp_path / "random"
     random_weights.write_random_pipeline(
@@ -97,10 +88,7 @@ def test_two_experts(tmp_path, monkeypatch):
     assert torch.isfinite(latents).all() and latents.std() > 0
 
 
-def test_a_model_that_is_given_images(tiny_folder, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend("tools")
-    import random_weights
-
+def test_a_model_that_is_given_images(tiny_folder, tmp_path):
     out = tmp_path / "random"
     source = tiny_folder("qwen_image_edit_2511")
     random_weights.write_random_pipeline(source, out, device="cpu", num_layers=1, text_layers=1)
@@ -134,10 +122,7 @@ PUBLISHED = {
 }
 
 
-def test_text_encoders_have_the_published_names(tiny_folder, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend("tools")
-    import random_weights
-
+def test_text_encoders_have_the_published_names(tiny_folder, tmp_path):
     for (family, component), names in PUBLISHED.items():
         out = tmp_path / family
         if not out.exists():
@@ -149,10 +134,7 @@ def test_text_encoders_have_the_published_names(tiny_folder, tmp_path, monkeypat
         assert set(names) <= stored, (family, component, sorted(stored))
 
 
-def test_bagel_has_the_names_and_shapes_of_the_layout(tiny_bagel, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend("tools")
-    import random_weights
-
+def test_bagel_has_the_names_and_shapes_of_the_layout(tiny_bagel, tmp_path):
     out = tmp_path / "bagel"
     assert random_weights.main([str(out), f"--model={tiny_bagel}", "--device=cpu"]) == 0
     check_model_folder(out)
