@@ -40,8 +40,8 @@ NUM_STEPS = 4
 COLUMNS = ("whole calls", "first step", "later steps", "fewest calls")
 
 
-def make_calls(count: int, size: int = SAMPLES) -> list[ReplicaCall]:
-    return [ReplicaCall(indices=(index,), num_samples=size) for index in range(count)]
+def make_calls(count: int) -> list[ReplicaCall]:
+    return [ReplicaCall(indices=(index,), num_samples=SAMPLES) for index in range(count)]
 
 
 def fluid_s(rates: Mapping[str, float], num_samples: int) -> float:
@@ -49,12 +49,12 @@ def fluid_s(rates: Mapping[str, float], num_samples: int) -> float:
     return num_samples / sum(1 / rate for rate in rates.values())
 
 
-def whole_calls_s(rates: Mapping[str, float], num_calls: int, size: int = SAMPLES) -> float:
-    """Return the least seconds in which whole calls of one size can be made.
+def whole_calls_s(rates: Mapping[str, float], num_calls: int) -> float:
+    """Return the least seconds in which whole calls can be made.
 
     For calls of one size it is optimal to give each to whom it is done first with.
     """
-    heap = [(rate * size, rate * size) for rate in rates.values()]
+    heap = [(rate * SAMPLES, rate * SAMPLES) for rate in rates.values()]
     heapq.heapify(heap)
     end_s = 0.0
     for _ in range(num_calls):

@@ -246,8 +246,7 @@ def kept_result(job: Job) -> RunResult | None:
     if result.arguments != job.arguments:
         raise ValueError(
             f"{job.result_path} is of a run with {' '.join(result.arguments)}, now "
-            f"{' '.join(job.arguments)} is asked for; "
-            "give another --out"
+            f"{' '.join(job.arguments)} is asked for; give another --out"
         )
     return result
 
@@ -280,10 +279,8 @@ def finish(active: Active) -> RunResult:
     process_s = time.monotonic() - active.start_s
     active.look()
     job, code = active.job, active.process.returncode
-    rows, log = (
-        read_rows(job.folder / "metrics.jsonl"),
-        job.log_path.read_text("utf-8", errors="replace"),
-    )
+    rows = read_rows(job.folder / "metrics.jsonl")
+    log = job.log_path.read_text("utf-8", errors="replace")
     result = RunResult(
         setting=job.setting,
         seed=job.seed,
@@ -342,25 +339,30 @@ def run_all(
     waiting = deque(job for job in jobs if job.name not in results)
     logger.info("%d runs, %d of them finished earlier", len(jobs), len(results))
     active: list[Active] = []
+
+    def record() -> list[RunResult]:
+        """Write what there is, and return it in the order of the jobs."""
+        done = [results[job.name] for job in jobs if job.name in results]
+        write_record(done, len(jobs), options, gpus)
+        return done
+
     try:
         while waiting or active:
             while waiting and len(active) < options.parallel:
                 slot = min(set(range(options.parallel)) - {each.slot for each in active})
                 active.append(start(waiting.popleft(), slot, gpus, lock=lock))
             for each in list(active):
-                has_ended = (
-                    each.process.poll() is not None
-                )  # asked first: its last rows are then in the file
+                # asked first: its last rows are then in the file
+                has_ended = each.process.poll() is not None
                 each.look()
                 if has_ended:
                     active.remove(each)
                     results[each.job.name] = finish(each)
-                    write_record(in_order(jobs, results), len(jobs), options, gpus)
+                    record()
             time.sleep(POLL_S)
     finally:
         stop(active)
-    write_record(in_order(jobs, results), len(jobs), options, gpus)
-    return in_order(jobs, results)
+    return record()
 
 
 def stop(active: Sequence[Active]) -> None:
@@ -400,11 +402,6 @@ def write_record(
     write_whole(options.out / "gain.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     metric = next((run.metric for run in runs if run.metric), "")
     write_whole(options.out / "gain.svg", plot(curves(runs), metric=metric, target=options.target))
-
-
-def in_order(jobs: Sequence[Job], results: dict[str, RunResult]) -> list[RunResult]:
-    """Return the results there are, in the order in which the runs were asked for."""
-    return [results[job.name] for job in jobs if job.name in results]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -161,15 +161,15 @@ class CheckpointJob:
     def __init__(self, source: Source, *, backend: str, num_ranks: int) -> None:
         """backend: engine.backend. num_ranks: tp of megatron (at dp 1), dp of veomni."""
         self._source = source
+        self._base = _needed_base(source)
         self._backend = backend
-        base = _needed_base(source)
-        _check_lora_modules(source, base)
+        _check_lora_modules(source, self._base)
 
         # Masters and moments are float32 whatever dtype the source's weights have.
         self._tensors = {
             name: cast(source.state[name], torch.float32) for name in ordered_state(source)
         }
-        self._boxes = _boxes(source, base, backend, num_ranks)
+        self._boxes = _boxes(source, self._base, backend, num_ranks)
         # All files are open at once, as each tensor is cut for all ranks when it is read.
         reserve_descriptors(num_ranks, what=f"a checkpoint of {num_ranks} ranks, a file each,")
         self.num_bytes = total_bytes(self._tensors)
@@ -234,9 +234,8 @@ class CheckpointJob:
     def _config(self) -> dict[str, object]:
         """Return the run's config with what is now another; of a diffusers source just that."""
         tp = len(self._boxes) if self._backend == "megatron" else 1
-        base = _needed_base(self._source)
         changes: dict[str, dict[str, object]] = {
-            "model": {"path": str(base.home.resolve()), "family": base.family},
+            "model": {"path": str(self._base.home.resolve()), "family": self._base.family},
             "engine": {"backend": self._backend},
             # dp 0 takes what sp and tp leave of the ranks that start from it.
             "parallel": {"dp": 0, "dp_replicate": 1, "sp": 1, "tp": tp},

@@ -28,7 +28,7 @@ def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, trainin
     """Return what is saved for the backward, and what the one block at work has beside it."""
     # tokens whose norms this rank computes, and tokens that its MLPs see
     split = split_tokens(model, placing, work)
-    gathered = split * (placing.layout.tp if placing.sequence_parallel else 1)
+    gathered = gathered_tokens(model, placing, work)
     mlp_width = model.adapter.mlp_ratio * model.adapter.width / placing.layout.tp
 
     numbers = BACKWARD if training else FORWARD
@@ -107,6 +107,12 @@ def split_tokens(model: ModelShape, placing: Placing, work: Work) -> int:
     if model.plan.text_is_stream:
         tokens += round_up(work.text_tokens, num_slices)
     return work.rows * tokens // num_slices
+
+
+def gathered_tokens(model: ModelShape, placing: Placing, work: Work) -> int:
+    """Return how many tokens of a stream the attention and the MLPs of this rank see."""
+    split = split_tokens(model, placing, work)
+    return split * (placing.layout.tp if placing.sequence_parallel else 1)
 
 
 def _num_slices(placing: Placing) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megadiff.parallel.recompute import kept_blocks
-from megadiff.planner.activation_memory import split_tokens
+from megadiff.planner.activation_memory import gathered_tokens
 from megadiff.planner.engine_memory import FLOAT32, ModelShape, Placing, Work, fsdp_shard, round_up
 
 WEIGHTS = "weights"
@@ -194,7 +194,7 @@ def ulysses_traffic(model: ModelShape, placing: Placing, work: Work, passes: Ste
     VeOmni's own module also gathers the image stream after the blocks, and sums its gradient.
     """
     layout = placing.layout
-    tokens = split_tokens(model, placing, work) * (layout.tp if placing.sequence_parallel else 1)
+    tokens = gathered_tokens(model, placing, work)
     exchange = EXCHANGED * tokens * model.adapter.width / layout.tp * work.itemsize
     num_bytes = exchange * _block_passes(model, work, passes, backward=1.0)
     if placing.backend == "veomni" and model.adapter.veomni_splits_tokens:
@@ -218,7 +218,7 @@ def tp_traffic(model: ModelShape, placing: Placing, work: Work, passes: StepPass
     an MLP's first layer gathers its input again.
     """
     layout = placing.layout
-    tokens = split_tokens(model, placing, work) * (layout.tp if placing.sequence_parallel else 1)
+    tokens = gathered_tokens(model, placing, work)
     rows = [name for name, kind in model.kinds.items() if kind == "row" and name in model.shapes]
     rows = [name for name in rows if name.endswith(".weight")]
     # text and image are two streams of one site

@@ -7,13 +7,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from diffusers import QwenImageTransformer2DModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megadiff.checkpoint.run_folders import progress_record
@@ -44,6 +44,27 @@ def contents(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Whether both hold the same names and bits."""
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of a file."""
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def changed_adapter(adapter: Path, out: Path, **changes: object) -> Path:
+    """A copy of a peft folder with other settings."""
+    file = shutil.copytree(adapter, out) / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return out
 
 
 def resaved(

@@ -22,6 +22,7 @@ from tests.unit.convert.conversions import (
     refused,
     resaved,
     run,
+    same,
     seal,
     stored,
     write_checkpoint,
@@ -150,8 +151,7 @@ def test_optimizer_state_average_and_position_move_with_the_weights(
     assert run(tmp_path / "tp4", tmp_path / "dp3", "--to", "fsdp", "--dp", 3) == 0
     for folder, tp in ((tmp_path / "tp4", 4), (tmp_path / "dp3", 1)):
         found = stored(folder)
-        assert found.keys() == state.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+        assert same(found, state)
         assert ShardFolder(folder).values == {"optimizer_steps": {"transformer": 7}}
         progress, config = (
             read_progress(folder),

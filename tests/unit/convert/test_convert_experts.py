@@ -12,14 +12,22 @@ import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megadiff.models.wan22.plan import PLAN
 from megadiff.parallel.lora import lora_shapes
 from megadiff.tensors.shards import ShardFolder
 from megadiff.types import LoraSpec
-from tests.unit.convert.conversions import contents, refused, run, stored, write_checkpoint
+from tests.unit.convert.conversions import (
+    contents,
+    refused,
+    rewrite,
+    run,
+    same,
+    stored,
+    write_checkpoint,
+)
 
 EXPERTS = ("transformer", "transformer_2")
 FILE = "diffusion_pytorch_model.safetensors"
@@ -90,11 +98,7 @@ def test_a_pipeline_of_two_experts_comes_back_as_the_same_files(
 ) -> None:
     shards, back, before = tmp_path / "shards", tmp_path / "back", contents(model)
     assert run(model, shards, "--to", to, flag, ranks, "--verify") == 0
-    held = stored(shards)
-    assert held.keys() == {f"model/{name}" for name in weights(model)}
-    assert all(
-        torch.equal(held[f"model/{name}"], tensor) for name, tensor in weights(model).items()
-    )
+    assert same(stored(shards), {f"model/{name}": t for name, t in weights(model).items()})
     assert run(shards, back, "--verify") == 0
     assert contents(back) == contents(model) == before
 
@@ -108,10 +112,7 @@ def test_what_both_experts_learned_is_exported_and_loads(model: Path, tmp_path: 
     saved = write_checkpoint(tmp_path / "run" / "checkpoints" / "step_000007", state, model)
     assert run(saved, tmp_path / "tp4", "--to", "megatron", "--tp", 4, "--verify") == 0
     assert run(tmp_path / "tp4", tmp_path / "dp2", "--to", "fsdp", "--dp", 2) == 0
-    found = stored(tmp_path / "dp2")
-    assert found.keys() == state.keys() and all(
-        torch.equal(found[name], state[name]) for name in state
-    )
+    assert same(stored(tmp_path / "dp2"), state)
     for kind, options in (("average", ()), ("model", ("--raw",))):
         assert run(tmp_path / "run", tmp_path / kind, "--verify", *options) == 0
         assert all(
@@ -247,9 +248,8 @@ def test_an_expert_that_is_missing_is_named(model: Path, tmp_path: Path, capsys)
     error = refused(capsys, saved, tmp_path / "no")
     assert "model: transformer_2.blocks.0" in error and "is missing" in error
     whole = shutil.copytree(model, tmp_path / "model")
-    tensors = load_file(whole / "transformer_2" / FILE)
-    name = sorted(tensors)[0]
-    tensors.pop(name)
-    save_file(tensors, whole / "transformer_2" / FILE)
+    file = whole / "transformer_2" / FILE
+    name = min(load_file(file))
+    rewrite(file, lambda tensors: tensors.pop(name))
     error = refused(capsys, whole, tmp_path / "no")
     assert f"{name} is missing" in error and "transformer_2/config.json" in error

@@ -10,12 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from examples.tiny_models.qwen_image import write_tiny_pipeline
@@ -25,6 +23,7 @@ from tests.unit.convert.conversions import (
     contents,
     policy_state,
     refused,
+    rewrite,
     run,
     seal,
     write_checkpoint,
@@ -46,12 +45,6 @@ def run_folder(tiny_model: Path, tmp_path: Path) -> Path:
     state = policy_state(tiny_model, {"model": 1.0, "optim/exp_avg": 0.5})
     write_checkpoint(tmp_path / "run" / "checkpoints" / "step_000007", state, tiny_model)
     return tmp_path / "run"
-
-
-def rewrite(file: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
 
 
 @pytest.mark.parametrize(

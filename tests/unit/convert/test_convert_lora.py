@@ -24,10 +24,13 @@ from megadiff.tensors.shards import ShardFolder
 from megadiff.types import LoraSpec, Progress
 from tests.unit.convert.conversions import (
     WEIGHTS,
+    changed_adapter,
     contents,
     policy_state,
     refused,
+    rewrite,
     run,
+    same,
     stored,
     write_checkpoint,
 )
@@ -80,12 +83,6 @@ def pairs(file: Path) -> dict[str, Tensor]:
     """The tensors under our names."""
     prefix = "base_model.model." if file.name == PEFT else "transformer."
     return {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
-
-
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
 
 
 @torch.no_grad()
@@ -278,9 +275,7 @@ def test_tensors_that_are_no_lora_of_the_model(
     adapter: Path, tiny_model: Path, tmp_path: Path, capsys, change: Callable, text: str
 ) -> None:
     folder = shutil.copytree(adapter, tmp_path / "adapter")
-    tensors = load_file(folder / PEFT)
-    change(tensors)
-    save_file(tensors, folder / PEFT)
+    rewrite(folder / PEFT, change)
     error = refused(capsys, folder, tmp_path / "out", "--to", "merged", "--base", tiny_model)
     assert text in error and PEFT in error
 
@@ -304,9 +299,7 @@ def test_tensors_that_are_no_lora_of_the_model(
 def test_settings_that_would_be_lost_are_refused(
     adapter: Path, tmp_path: Path, capsys, changes, text: str
 ) -> None:
-    folder = shutil.copytree(adapter, tmp_path / "adapter")
-    config = json.loads((folder / "adapter_config.json").read_text()) | changes
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    folder = changed_adapter(adapter, tmp_path / "adapter", **changes)
     error = refused(capsys, folder, tmp_path / "out", "--to", "peft")
     assert text in error and "adapter_config.json" in error
 
@@ -348,9 +341,7 @@ def test_what_needs_a_base_or_other_modules_says_so(
 
 
 def test_rslora_keeps_its_scale(adapter: Path, tiny_model: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(adapter, tmp_path / "adapter")
-    config = json.loads((folder / "adapter_config.json").read_text()) | {"use_rslora": True}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    folder = changed_adapter(adapter, tmp_path / "adapter", use_rslora=True)
     assert run(folder, tmp_path / "out", "--to", "peft") == 0
     assert torch.equal(by_peft(tiny_model, folder), by_peft(tiny_model, tmp_path / "out"))
 
@@ -388,12 +379,11 @@ def test_a_merged_model_that_is_not_finite_is_refused(
     tiny_model: Path, adapter: Path, tmp_path: Path, capsys, kind: str
 ) -> None:
     """An alpha that float32 holds may still be too much for the sum."""
-    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    changes = {"lora_alpha": 3e38} if kind == "alpha" else {}
+    folder = changed_adapter(adapter, tmp_path / "adapter", **changes)
     base = shutil.copytree(tiny_model, tmp_path / "base")
     name = "transformer_blocks.0.attn.to_q"
     if kind == "alpha":
-        config = json.loads((folder / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 3e38}))
         larger = {key: 100 * tensor for key, tensor in load_file(folder / PEFT).items()}
         save_file(larger, folder / PEFT)
     elif kind == "lora":
@@ -420,9 +410,7 @@ def test_weights_that_are_not_finite_are_mentioned(
 
 def spoil(file: Path, name: str) -> None:
     """Put one NaN into a tensor."""
-    tensors = load_file(file)
-    tensors[name].view(-1)[-1] = float("nan")
-    save_file(tensors, file)
+    rewrite(file, lambda tensors: tensors[name].view(-1)[-1].fill_(float("nan")))
 
 
 def test_a_checkpoints_lora_is_merged_into_the_base_that_it_belongs_to(

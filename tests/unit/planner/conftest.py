@@ -12,24 +12,23 @@ __all__ = ["adapters_are_shared"]
 
 
 @pytest.fixture
+def plan_text(capsys):
+    """Arguments → what a plan of the recipe as it is prints; its exit code is as expected."""
+
+    def run(*arguments: str, code: int = 0) -> str:
+        assert main(["plan", RECIPE, MODEL, *arguments]) == code
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
 def plan(capsys):
     """Arguments → (the JSON plan, exit code)."""
 
     def run(*arguments: str, world_size: int = 4) -> tuple[dict, int]:
-        code = main(
-            [
-                "plan",
-                RECIPE,
-                MODEL,
-                *EAGER,
-                "--world-size",
-                str(world_size),
-                "--text-tokens",
-                "64",
-                "--json",
-                *arguments,
-            ]
-        )
+        size = ["--world-size", str(world_size), "--text-tokens", "64"]
+        code = main(["plan", RECIPE, MODEL, *EAGER, *size, "--json", *arguments])
         return json.loads(capsys.readouterr().out), code
 
     return run

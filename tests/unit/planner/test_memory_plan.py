@@ -11,7 +11,7 @@ from megadiff.cli.main import main
 from megadiff.models.registry import build_adapter
 from megadiff.planner.engine_memory import GIB
 from megadiff.planner.footprint import replica_weights
-from tests.unit.planner.recipe import MODEL, OFF, RECIPE, ROOT, SEPARATE, VIDEO, sizes
+from tests.unit.planner.recipe import OFF, ROOT, SEPARATE, VIDEO, sizes
 
 
 def test_takes_pure_data_parallelism_where_it_fits(plan):
@@ -162,7 +162,7 @@ def test_a_reference_is_on_the_host(plan):
     assert plan()[0]["layouts"][0]["host"]["reference"] == 0
 
 
-def test_lora_holds_the_base_in_engine_dtype_and_trains_the_adapters_alone(plan, capsys):
+def test_lora_holds_the_base_in_engine_dtype_and_trains_the_adapters_alone(plan, plan_text):
     found, _ = plan("lora.rank=64", "lora.shared_base=never", "algorithm.kl_coef=0.04")
     width, rank, num_blocks = 3072, 64, 60
     square, mlp = (
@@ -183,8 +183,8 @@ def test_lora_holds_the_base_in_engine_dtype_and_trains_the_adapters_alone(plan,
     )
     assert megatron["static"]["parameters"] < 2 * 20_430_401_088 / 4 * 1.05
     assert all(layout["host"]["reference"] == 0 for layout in found["layouts"])
-    assert main(["plan", RECIPE, MODEL, "--world-size", "4", "lora.rank=64"]) == 0
-    assert "LoRA of rank 64: 0.422 B are trained" in capsys.readouterr().out
+    text = plan_text("--world-size", "4", "lora.rank=64")
+    assert "LoRA of rank 64: 0.422 B are trained" in text
 
 
 def test_a_frozen_expert_has_weights_alone(capsys, monkeypatch):
@@ -281,15 +281,15 @@ def test_heads_must_divide(plan):
     assert obstacles == {"sp*tp = 5 does not divide the model's 24 heads"}
 
 
-def test_config_files_are_enough_for_a_replicas_size(tiny_model, tmp_path, capsys):
+def test_config_files_are_enough_for_a_replicas_size(tiny_model, tmp_path, plan_text):
     whole = replica_weights(build_adapter(tiny_model), dtype="bfloat16")
     bare = tmp_path / "bare"
     shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
     assert replica_weights(build_adapter(bare), dtype="bfloat16") == whole
     shutil.rmtree(bare / "text_encoder")
     assert replica_weights(build_adapter(bare), dtype="bfloat16").unknown == ("text_encoder",)
-    assert main(["plan", RECIPE, f"model.path={bare}", "--world-size", "1"]) == 0
-    assert "not counted, for want of their config.json: text_encoder" in capsys.readouterr().out
+    text = plan_text(f"model.path={bare}", "--world-size", "1")
+    assert "not counted, for want of their config.json: text_encoder" in text
 
 
 def test_a_replicas_work_is_of_its_own_dtype(plan):

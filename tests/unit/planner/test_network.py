@@ -210,16 +210,13 @@ def test_the_work_of_a_step_is_the_models_own(capsys):
     assert separate["layouts"][0]["network"]["rollout_s"] == 0
 
 
-def test_shards_across_nodes_are_named_with_both_figures(capsys):
-    arguments = ["plan", RECIPE, MODEL, "--nodes", "2"]
-    assert main(arguments) == 0
-    text = capsys.readouterr().out
+def test_shards_across_nodes_are_named_with_both_figures(plan_text):
+    text = plan_text("--nodes", "2")
     assert "* parallel.dp_replicate=1 shards weights over 16 GPUs, a node has 8: " in text
     assert "parallel.dp_replicate=2 shards them within a node, fits, and sends " in text
     assert "node 1: torchrun starts ranks 8-15; rank 8 starts 8 replicas (rollout.tp=1)" in text
     for fine in (["parallel.dp_replicate=2"], ["--memory-gib", "80"]):
-        main([*arguments, *fine])
-        assert "shards weights over" not in capsys.readouterr().out
+        assert "shards weights over" not in plan_text("--nodes", "2", *fine)
 
 
 def test_a_dry_run_says_the_same(tiny_model, tmp_path, caplog, capsys, monkeypatch):

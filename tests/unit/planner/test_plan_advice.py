@@ -38,15 +38,14 @@ def test_optimizer_state_waits_on_the_host_where_nothing_fits_otherwise(plan):
     assert not any(layout["offloads"] for layout in separate["layouts"])
 
 
-def test_the_hosts_memory_counts_too(plan, capsys):
+def test_the_hosts_memory_counts_too(plan, plan_text):
     """Of a node with less than its GPUs' states need, nothing fits, and both numbers are said."""
     found, code = plan(*H100, "--host-gib", "100", world_size=8)
     assert code == 1 and found["machine"]["host_bytes"] == 100 * GIB
     forced, code = plan(*H100, "--host-gib", "100", "engine.offload=always", world_size=8)
     assert code == 1 and not any(layout["fits"] for layout in forced["layouts"])
-    asked = [RECIPE, MODEL, *H100, "--host-gib", "100", "engine.offload=always"]
-    assert main(["plan", *asked, "--world-size", "8"]) == 1
-    text = capsys.readouterr().out
+    asked = [*H100, "--host-gib", "100", "engine.offload=always", "--world-size", "8"]
+    text = plan_text(*asked, code=1)
     assert re.search("its GPUs suffice, but [0-9.]+ GiB of host memory a GPU > 11.2 GiB", text)
     assert "over in host memory" in text
 
@@ -74,23 +73,8 @@ def test_a_run_decides_as_the_plan_does(monkeypatch):
         assert ("does not fit either way: rollout takes 87.2 of 71.2 GiB" in reason) == is_short
 
 
-def test_text_says_what_to_set(capsys):
-    assert (
-        main(
-            [
-                "plan",
-                RECIPE,
-                MODEL,
-                *EAGER,
-                "--world-size",
-                "8",
-                "parallel.tp=4",
-                "engine.backend=megatron",
-            ]
-        )
-        == 0
-    )
-    text = capsys.readouterr().out
+def test_text_says_what_to_set(plan_text):
+    text = plan_text(*EAGER, "--world-size", "8", "parallel.tp=4", "engine.backend=megatron")
     assert (
         "20.43 B parameters in bfloat16 on 8 x h200, 139.8 GiB each, of which 10% are kept "
         "free: 125.8 GiB" in text
@@ -106,10 +90,8 @@ def test_text_says_what_to_set(capsys):
     assert f"of engine.backend=megatron the first: {first} parallel.sequence_parallel=true" in text
 
 
-def test_nothing_fits(capsys):
-    arguments = ["plan", RECIPE, MODEL, "--world-size", "2", "--gpu", "a100-40"]
-    assert main(arguments) == 1
-    text = capsys.readouterr().out
+def test_nothing_fits(plan_text):
+    text = plan_text("--world-size", "2", "--gpu", "a100-40", code=1)
     assert "nothing fits. Nearest: engine.backend=" in text
     assert "GiB > 35.5 GiB in update: " in text and "activations" in text
     hint = re.search("^> it fits with: (.*)$", text, re.M)[1]
@@ -119,22 +101,19 @@ def test_nothing_fits(capsys):
     assert "You then start 16 replicas (rollout.tp=1) on other GPUs" in text
 
     # Followed, it fits, and the layout that it names is the one to take.
-    assert main(["plan", RECIPE, MODEL, "--gpu", "a100-40", "--json", *hint.split()]) == 0
-    followed = json.loads(capsys.readouterr().out)
+    followed = json.loads(plan_text("--gpu", "a100-40", "--json", *hint.split()))
     assert followed["config"] == followed["pick"]
 
 
-def test_replicas_over_two_gpus_are_tried(capsys):
+def test_replicas_over_two_gpus_are_tried(plan_text):
     """The transformer's weights alone leave no memory beside a trainer's share."""
     asked = ["train.microbatch_size=4", "engine.activation_memory_budget=0"]
-    arguments = ["plan", RECIPE, MODEL, "--world-size", "8", "--memory-gib", "60", *asked]
-    assert main(arguments) == 1
-    text = capsys.readouterr().out
+    arguments = ["--world-size", "8", "--memory-gib", "60", *asked]
+    text = plan_text(*arguments, code=1)
     assert "GiB > 54.0 GiB in rollout: " in text and "replica at work" in text
     hint = re.search("^> it fits with: (.*)$", text, re.M)[1]
     assert hint.startswith("rollout.tp=2 engine.backend=")
-    assert main([*arguments, *hint.split()]) == 0
-    assert "* is what the config asks for" not in capsys.readouterr().out
+    assert "* is what the config asks for" not in plan_text(*arguments, *hint.split())
 
 
 @pytest.mark.parametrize(
@@ -158,15 +137,11 @@ def test_what_a_plan_advises_is_not_refused(capsys, recipe, arguments):
     assert main([*command, *arguments, *advice[2].split()]) == 0, capsys.readouterr().err
 
 
-def test_a_larger_budget_that_fits_is_named(capsys):
+def test_a_larger_budget_that_fits_is_named(plan_text):
     """Its update is as large as said; the next one does not fit."""
 
     def text(*arguments: str) -> str:
-        assert (
-            main(["plan", RECIPE, MODEL, "--world-size", "8", "--memory-gib", memory, *arguments])
-            == 0
-        )
-        return capsys.readouterr().out
+        return plan_text("--world-size", "8", "--memory-gib", memory, *arguments)
 
     memory = "122"
     ((budget, gib),) = re.findall(r"budget=(\S+) fits too, with (\S+) GiB in update", text())

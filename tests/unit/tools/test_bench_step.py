@@ -16,6 +16,7 @@ import step_figures
 from megadiff.config.load import load_config
 
 ROOT = Path(__file__).parents[3]
+CONFIG = str(ROOT / "configs/quickstart.yaml")
 ROW = {
     "time/step_s": 4.0,
     "time/rollout_s": 1.5,
@@ -70,7 +71,7 @@ def test_figures_are_medians_and_rates(tiny_model):
         "train.prompts_per_step=4",
         "algorithm.group_size=8",
     ]
-    config = load_config([str(ROOT / "configs/quickstart.yaml"), *overrides])
+    config = load_config([CONFIG, *overrides])
     slow = ROW | {
         "time/step_s": 9.0,
         "time/sample_s": 8.0,
@@ -95,9 +96,7 @@ def test_figures_are_medians_and_rates(tiny_model):
 
 
 def test_sides_in_fp8_are_held_against_fp8s_peak():
-    config = load_config(
-        [str(ROOT / "configs/quickstart.yaml"), "run.name=x", "engine.fp8=rowwise"]
-    )
+    config = load_config([CONFIG, "run.name=x", "engine.fp8=rowwise"])
     rates = {"rollout": 380.0, "train": 602.0}
     share = step_figures._fp8_rates(rates, config, Namespace(peak_fp8_tflops=1204.0))
     assert share == {"mfu_fp8": {"train": 0.5}, "peak_fp8_tflops": 1204.0}
@@ -106,9 +105,7 @@ def test_sides_in_fp8_are_held_against_fp8s_peak():
 
 
 def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
-    config = load_config(
-        [str(ROOT / "configs/quickstart.yaml"), "run.name=x", f"model.path={tiny_model}"]
-    )
+    config = load_config([CONFIG, "run.name=x", f"model.path={tiny_model}"])
     planned = bench_step.planned_gib(
         config, Namespace(gpu="h200", gpus=1, rank_of=0, text_tokens=8)
     )
@@ -138,9 +135,7 @@ def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
     assert "25 % of the groups have equal rewards" in step_figures.table(
         {"seconds": seconds, "memory_gib": found, **rates, **unequal}
     )
-    other_world = load_config(
-        [str(ROOT / "configs/quickstart.yaml"), f"model.path={tiny_model}", "parallel.sp=7"]
-    )
+    other_world = load_config([CONFIG, f"model.path={tiny_model}", "parallel.sp=7"])
     assert (
         bench_step.planned_gib(other_world, Namespace(gpu="h200", gpus=1, rank_of=0, text_tokens=8))
         == {}
@@ -149,7 +144,7 @@ def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
 
 def test_a_run_that_cannot_start_is_shown(tiny_model, tmp_path, capsys):
     arguments = [
-        str(ROOT / "configs/quickstart.yaml"),
+        CONFIG,
         "--scratch",
         str(tmp_path),
         f"model.path={tiny_model}",
@@ -185,7 +180,7 @@ def test_a_run(tiny_model, tmp_path, capsys):
         "run.device=cpu",
         "parity.mode=warn",
     ]
-    assert bench_step.main([str(ROOT / "configs/quickstart.yaml"), *options, *sizes]) == 0
+    assert bench_step.main([CONFIG, *options, *sizes]) == 0
     printed = capsys.readouterr().out
     report = json.loads(out.read_text())
     assert "| step | " in printed and json.loads(printed.splitlines()[-1]) == report
@@ -214,7 +209,7 @@ def test_a_run_that_does_not_end_is_stopped_and_shown(tmp_path, way):
     command = [
         sys.executable,
         str(run),
-        str(ROOT / "configs/quickstart.yaml"),
+        CONFIG,
         f"--scratch={tmp_path}",
         *timeout,
     ]
