@@ -32,44 +32,11 @@ def same_signal_mask() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float32 tiny Qwen-Image pipeline folder, made once.
-
-    Read-only by agreement: copy it before changing it.
-    """
-    from examples.tiny_models.qwen_image import write_tiny_pipeline
-
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_tiny_pipeline(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Kind (wan22.tiny.KINDS) → a float32 tiny Wan2.2 folder, made once. Read-only by agreement."""
-    from examples.tiny_models.wan22 import KINDS, write_tiny_pipeline
-
-    folders = {kind: tmp_path_factory.mktemp("models") / kind for kind in KINDS}
-    for kind, folder in folders.items():
-        write_tiny_pipeline(folder, kind=kind)
-    return folders
-
-
-@pytest.fixture(scope="session")
-def tiny_bagel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float32 tiny BAGEL folder, made once. Read-only by agreement."""
-    from examples.tiny_models.bagel import write_tiny_bagel
-
-    folder = tmp_path_factory.mktemp("models") / "bagel"
-    write_tiny_bagel(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return what gives a family's float32 tiny folder, made when it is first asked for.
 
-    Its argument is a name of examples/tiny_models/families.py. Read-only by agreement.
+    Its argument is a name of examples/tiny_models/families.py. Read-only by agreement: copy it
+    before changing it.
     """
     from examples.tiny_models.families import FAMILIES
 
@@ -83,6 +50,25 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return folders[name]
 
     return folder_of
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder("qwen_image")
+
+
+@pytest.fixture(scope="session")
+def tiny_bagel(tiny_folder: Callable[[str], Path]) -> Path:
+    return tiny_folder("bagel")
+
+
+@pytest.fixture(scope="session")
+def tiny_wan(tiny_folder: Callable[[str], Path]) -> dict[str, Path]:
+    """Return kind (wan22.KINDS) → its folder."""
+    from examples.tiny_models.families import FAMILIES
+
+    names = [name for name in FAMILIES if name.startswith("wan")]
+    return {name.partition("_")[2]: tiny_folder(name) for name in names}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -80,36 +80,18 @@ def _launch(
         f"rollout.width={size}",
         *layout.split(),
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={options.gpus}",
-    ]
-    command += [
-        __file__,
-        *configs,
-        *overrides,
-        "--worker",
-        f"--rows={options.rows}",
-        f"--repeat={options.repeat}",
-    ]
-    command += [f"--text-tokens={options.text_tokens}", "--layout", layout]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={options.gpus}", __file__, *configs, *overrides, "--worker"]
+    for name in ("rows", "repeat", "text_tokens", "profile", "rank_of"):
+        command.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
     command += ["--keep-microbatch"] if options.keep_microbatch else []
-    command += [f"--profile={options.profile}", f"--rank-of={options.rank_of}"]
+    command += ["--layout", layout]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        told = [
-            line
-            for line in done.stderr.splitlines()
-            if "Error: " in line and "ChildFailed" not in line
-        ]
-        reason = told[:1] or done.stderr.splitlines()[-1:]
-        print(
-            json.dumps({"layout": layout, "size": size, "failed": " ".join(reason)[:300]}),
-            flush=True,
-        )
+        lines = done.stderr.splitlines()
+        told = [line for line in lines if "Error: " in line and "ChildFailed" not in line]
+        reason = " ".join(told[:1] or lines[-1:])
+        print(json.dumps({"layout": layout, "size": size, "failed": reason[:300]}), flush=True)
     return done.returncode == 0
 
 
@@ -131,9 +113,8 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
         raise ValueError(
             f"--rows {options.rows} is not a multiple of parallel.dp={mesh.dp}; change one of them"
         )
-    config.train.microbatch_size = (
-        config.train.microbatch_size if options.keep_microbatch else options.rows // mesh.dp
-    )
+    if not options.keep_microbatch:
+        config.train.microbatch_size = options.rows // mesh.dp
     engine = build_engine(config, mesh, adapter)
     batch = synthetic_batch(
         config, adapter, mesh, rows=options.rows, text_tokens=options.text_tokens
@@ -150,9 +131,8 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
     if options.rank_of:
         check_called()
     median = statistics.median(seconds[WARMUP:])
-    passes = (
-        2 if config.lora.rank else 3
-    )  # forward, and backward once or twice that: frozen weights have no gradient
+    # forward, and backward once or twice that: frozen weights have no gradient
+    passes = 2 if config.lora.rank else 3
     flops = passes * options.rows * adapter.flops(sampling_of(config.rollout), options.text_tokens)
     line = {
         "layout": options.layout[0],
@@ -176,11 +156,8 @@ def _worker(arguments: list[str], options: argparse.Namespace) -> int:
 
 
 def _pretend(world_size: int, config: Config) -> None:
-    sizes = {
-        "WORLD_SIZE": int(os.environ["WORLD_SIZE"]),
-        "sp": config.parallel.sp,
-        "tp": config.parallel.tp,
-    }
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    sizes = {"WORLD_SIZE": num_ranks, "sp": config.parallel.sp, "tp": config.parallel.tp}
     check_alone(world_size, config.engine.backend, sizes)
     pretend(world_size)
 

@@ -46,6 +46,14 @@ from megadiff.planner.memory_plan import USABLE_GIB
 from megadiff.tensors.model_files import ROOT_FILE
 from megadiff.train.stop import AGAIN_S
 
+ALONE = (  # nothing is recorded beside the steps
+    "run.name=bench",
+    "track=[]",
+    "sample_every=0",
+    "eval.every=0",
+    "checkpoint.every=0",
+    "checkpoint.resume=never",
+)
 POLL_S = 0.1
 GRACE_S = AGAIN_S + 1.0
 STOP_S = 60.0
@@ -60,9 +68,8 @@ def main(argv: list[str]) -> int:
     options, arguments = _parser().parse_known_args(argv)
     try:
         with _sigterm_raises():
-            return _bench(
-                options, arguments, command=shlex.join(["python", "tools/bench_step.py", *argv])
-            )
+            command = shlex.join(["python", "tools/bench_step.py", *argv])
+            return _bench(options, arguments, command=command)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -80,22 +87,9 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
         model, made = _model(config, options, Path(scratch))
         config.model.path = str(model)
         planned = planned_gib(config, options)
-        overrides = [
-            *arguments,
-            f"model.path={model}",
-            f"run.dir={scratch}",
-            "run.name=bench",
-            "track=[]",
-        ]
-        overrides += [
-            "sample_every=0",
-            "eval.every=0",
-            "checkpoint.every=0",
-            "checkpoint.resume=never",
-        ]
-        overrides += [
-            f"train.num_steps={options.warmup + options.steps + 1}"
-        ]  # stopped before its end is saved
+        overrides = [*arguments, f"model.path={model}", f"run.dir={scratch}", *ALONE]
+        # stopped before its end is saved
+        overrides.append(f"train.num_steps={options.warmup + options.steps + 1}")
         log, folder = Path(scratch) / "log.txt", Path(scratch) / "bench"
         start, done = time.perf_counter(), False
         try:
@@ -106,11 +100,8 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
             if not done:
                 sys.stderr.write(_seen(log, folder))
         if not done:
-            why = (
-                f"not done after {options.timeout_s:g} s (--timeout-s)"
-                if late
-                else "the run failed"
-            )
+            limit = f"not done after {options.timeout_s:g} s (--timeout-s)"
+            why = limit if late else "the run failed"
             sys.stderr.write(f"error: {why}\n")
             return 1
         here = machine()
@@ -142,23 +133,14 @@ def _model(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[
     has_weights = has_weights or (folder / ROOT_FILE).is_file()
     if has_weights and not (options.layers or options.text_layers):
         return folder, {}
-    command = [
-        sys.executable,
-        str(Path(__file__).parent / "random_weights.py"),
-        str(scratch / "model"),
-    ]
-    command += [
-        "--model",
-        str(folder),
-        f"--layers={options.layers}",
-        f"--text-layers={options.text_layers}",
-    ]
-    made = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout.splitlines()[-1]
-    return scratch / "model", {
-        "random_weights": {k: v for k, v in json.loads(made).items() if k != "out"}
-    }
+    out = scratch / "model"
+    tool = Path(__file__).with_name("random_weights.py")
+    command = [sys.executable, str(tool), str(out), "--model", str(folder)]
+    command += [f"--layers={options.layers}", f"--text-layers={options.text_layers}"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    made = json.loads(done.stdout.splitlines()[-1])
+    del made["out"]
+    return out, {"random_weights": made}
 
 
 def _run(
@@ -223,9 +205,8 @@ def _stop(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     for child in children:
-        with suppress(
-            psutil.NoSuchProcess
-        ):  # never another process with its number: psutil knows when each began
+        # never another process with its number: psutil knows when each began
+        with suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(children, timeout=STOP_S)
 
@@ -247,24 +228,16 @@ def _seen(log: Path, folder: Path) -> str:
     logs = [log, *sorted((folder / "logs").glob("*.log"))]
     parts = [f"--- {each.name}\n{_tail(each)}" for each in logs]
     for row in _rows(folder / "metrics.jsonl"):
-        shown = {
-            key: value
-            for key, value in row.items()
-            if key.startswith(("time/", "memory/", "parity/"))
-        }
-        parts.append(
-            f"step {row['step']}: "
-            + "  ".join(f"{key} {format_number(shown[key])}" for key in sorted(shown))
-        )
+        keys = [key for key in sorted(row) if key.startswith(("time/", "memory/", "parity/"))]
+        figures = "  ".join(f"{key} {format_number(row[key])}" for key in keys)
+        parts.append(f"step {row['step']}: {figures}")
     return "\n".join(parts) + "\n"
 
 
 def _tail(path: Path) -> str:
-    return (
-        "\n".join(path.read_text(errors="replace").splitlines()[-LOG_LINES:])
-        if path.is_file()
-        else "(none)"
-    )
+    if not path.is_file():
+        return "(none)"
+    return "\n".join(path.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
 def _parser() -> argparse.ArgumentParser:
