@@ -94,12 +94,12 @@ def points_of(
     if not rows:
         return []
     origin_s = stamps_s[int(rows[0]["step"])]  # type: ignore[arg-type]
-    points, evaluated_s = [], 0.0
-    for place, row in enumerate(rows):
+    points: list[Point] = []
+    evaluated_s = 0.0
+    for row in rows:
         step = int(row["step"])  # type: ignore[arg-type]
-        evaluated_s += (
-            evaluations.get(step, 0.0) if place else 0.0
-        )  # the one at step 0 lies before the origin
+        if points:  # the evaluation at the first step lies before the origin
+            evaluated_s += evaluations.get(step, 0.0)
         seconds = stamps_s[step] - origin_s
         points.append(
             Point(
@@ -171,20 +171,11 @@ def table(runs: Sequence[RunResult], *, target: float) -> str:
     Each seed is shown where it matters. Below it: what failed, and which alarms were logged.
     """
     goal = f"{100 * target:g} %" if 0 <= target <= 1 else format_number(target)
-    head = [
-        "setting",
-        "start",
-        "end (per seed)",
-        "gain",
-        f"steps to {goal}",
-        f"s to {goal}",
-        "s/step",
-    ]
-    lines = [[*head, "colour entropy, bit", "alarms"]]
+    head = ["setting", "start", "end (per seed)", "gain", f"steps to {goal}", f"s to {goal}"]
+    head += ["s/step", "colour entropy, bit", "alarms"]
+    lines = [head, ["---"] * len(head)]
     lines += [_row(name, group, target) for name, group in by_setting(runs).items()]
-    text = "".join(
-        f"| {' | '.join(line)} |\n" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    )
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     notes = [
         f"{run.setting}, seed {run.seed}: failed, exit code {run.exit_code}: {run.error}"
         for run in runs

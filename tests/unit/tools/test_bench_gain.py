@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 
 import bench_gain
 import gain_curves
+import gain_jobs
 import pytest
 from gain_curves import Point, RunResult
 
@@ -94,14 +95,14 @@ def options(tmp_path: Path, *arguments: str):
 
 
 def test_settings_are_the_product_and_lists_are_one_value() -> None:
-    found = bench_gain.settings_of(["optim.lr=1,2", "rollout.sde_window_range=[0,5],[1,4]"])
+    found = gain_jobs.settings_of(["optim.lr=1,2", "rollout.sde_window_range=[0,5],[1,4]"])
     assert found == [
         ["optim.lr=1", "rollout.sde_window_range=[0,5]"],
         ["optim.lr=1", "rollout.sde_window_range=[1,4]"],
         ["optim.lr=2", "rollout.sde_window_range=[0,5]"],
         ["optim.lr=2", "rollout.sde_window_range=[1,4]"],
     ]
-    assert bench_gain.settings_of([]) == [[]]
+    assert gain_jobs.settings_of([]) == [[]]
 
 
 @pytest.mark.parametrize(
@@ -109,14 +110,14 @@ def test_settings_are_the_product_and_lists_are_one_value() -> None:
 )
 def test_a_bad_vary_is_refused(varied: list[str]) -> None:
     with pytest.raises(ValueError, match="--vary"):
-        bench_gain.settings_of(varied)
+        gain_jobs.settings_of(varied)
 
 
 def test_jobs_are_settings_times_seeds_and_overrides_may_stand_anywhere(tmp_path: Path) -> None:
     arguments = options(
         tmp_path, "--vary", "algorithm.kl_coef=0,0.04", "--seeds", "3", "5", "train.num_steps=7"
     )
-    jobs = bench_gain.jobs_of(arguments)
+    jobs = gain_jobs.jobs_of(arguments)
     assert [(job.setting, job.seed) for job in jobs] == [
         ("kl_coef=0", 3),
         ("kl_coef=0", 5),
@@ -148,7 +149,7 @@ def test_what_cannot_be_measured_is_refused_before_a_run_starts(
     tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        bench_gain.jobs_of(options(tmp_path, *arguments))
+        gain_jobs.jobs_of(options(tmp_path, *arguments))
 
 
 def test_the_clock_starts_with_the_first_step_and_stands_still_while_evaluating() -> None:
@@ -271,9 +272,9 @@ with (folder / "metrics.jsonl").open("w") as file:
 def with_stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
-    real = bench_gain.Job.command.fget
+    real = gain_jobs.Job.command.fget
     monkeypatch.setattr(
-        bench_gain.Job,
+        gain_jobs.Job,
         "command",
         property(lambda job: [sys.executable, str(script), *real(job)[4:]]),
     )
