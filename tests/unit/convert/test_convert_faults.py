@@ -34,12 +34,6 @@ NAME = "transformer_blocks.1.attn.to_q.weight"
 
 
 @pytest.fixture
-def model(tiny_model: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
-    return shutil.copytree(tiny_model, tmp_path / "model")
-
-
-@pytest.fixture
 def run_folder(tiny_model: Path, tmp_path: Path) -> Path:
     """A run's folder with one checkpoint of two ranks."""
     state = policy_state(tiny_model, {"model": 1.0, "optim/exp_avg": 0.5})

@@ -347,10 +347,9 @@ def test_rslora_keeps_its_scale(adapter: Path, tiny_model: Path, tmp_path: Path)
 
 
 def test_a_model_with_a_lora_beside_it_is_a_model(
-    adapter: Path, tiny_model: Path, tmp_path: Path
+    adapter: Path, tiny_model: Path, model: Path, tmp_path: Path
 ) -> None:
     """As diffusers' save_lora_weights(MODEL) leaves it."""
-    model = shutil.copytree(tiny_model, tmp_path / "model")
     shutil.copy(adapter / PEFT, model / "pytorch_lora_weights.safetensors")
     assert run(model, tmp_path / "ranks", "--to", "megatron", "--tp", "2") == 0
     assert run(tmp_path / "ranks", tmp_path / "back", "--base", tiny_model) == 0

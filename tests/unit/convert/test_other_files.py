@@ -14,11 +14,6 @@ from megadiff.convert.other_files import other_files
 from tests.unit.convert.conversions import contents, refused, run
 
 
-@pytest.fixture
-def model(tiny_model: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(tiny_model, tmp_path / "model")
-
-
 def everything(root: Path) -> list[str]:
     return [str(path) for path in other_files(root, is_left_out=lambda _: False).files]
 

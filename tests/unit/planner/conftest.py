@@ -5,10 +5,19 @@ import json
 import pytest
 
 from megadiff.cli.main import main
-from tests.unit.planner.recipe import EAGER, MODEL, RECIPE
+from megadiff.config.schema import LoraConfig
+from megadiff.models.registry import build_adapter
+from megadiff.planner.engine_memory import ModelShape
+from megadiff.planner.memory_plan import model_shape
+from tests.unit.planner.recipe import EAGER, MODEL, RECIPE, ROOT
 from tests.unit.shared_adapters import adapters_are_shared
 
 __all__ = ["adapters_are_shared"]
+
+
+@pytest.fixture(scope="module")
+def qwen() -> ModelShape:
+    return model_shape(build_adapter(ROOT / "assets/qwen_image"), LoraConfig())
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from megadiff.planner.memory_plan import model_shape
 from megadiff.types import DTYPES
 from tests.extra import cases
 from tests.kept_activations import activation_work, kept_by_autograd
-from tests.unit.planner.recipe import ROOT, WORK
+from tests.unit.planner.recipe import WORK
 
 FAMILIES = {
     "sd35_medium": partial(sd3.write_tiny_pipeline, kind="3_5_medium"),
@@ -41,11 +41,6 @@ FAMILIES = {
     "qwen_image_edit": partial(qwen_image_edit.write_tiny_pipeline, kind="2511"),
     "bagel": bagel.write_tiny_bagel,
 }
-
-
-@pytest.fixture(scope="module")
-def qwen_image():
-    return model_shape(QwenImageAdapter(ROOT / "assets/qwen_image"), LoraConfig())
 
 
 def placing(backend: str, *, sequence_parallel: bool = False, **sizes: int) -> Placing:
@@ -71,21 +66,21 @@ def placing(backend: str, *, sequence_parallel: bool = False, **sizes: int) -> P
         else f"{value.backend}-tp{value.layout.tp}-dp{value.layout.dp}"
     ),
 )
-def test_static_memory_of_qwen_image(qwen_image, where, gigabytes):
-    assert qwen_image.num_parameters == 20_430_401_088
-    static = static_bytes(qwen_image, where, WORK)
+def test_static_memory_of_qwen_image(qwen, where, gigabytes):
+    assert qwen.num_parameters == 20_430_401_088
+    static = static_bytes(qwen, where, WORK)
     found = (static.parameters + static.gradients + static.optimizer) / 1e9
     assert found == pytest.approx(
         gigabytes, abs=0.01 * gigabytes + 0.5
     )  # the figures are whole numbers
 
 
-def test_measured_peak_of_an_fsdp_step(qwen_image):
+def test_measured_peak_of_an_fsdp_step(qwen):
     """4 H200 took 86.9 GiB: 16 rows a GPU, 512², 64 text tokens, recompute, compiled blocks."""
     where = placing("veomni", dp=4)
-    static = static_bytes(qwen_image, where, WORK)
-    working = gathered_bytes(qwen_image, where, WORK, training=True) + activation_bytes(
-        qwen_image, where, WORK, training=True
+    static = static_bytes(qwen, where, WORK)
+    working = gathered_bytes(qwen, where, WORK, training=True) + activation_bytes(
+        qwen, where, WORK, training=True
     )
     peak = (static.parameters + static.gradients + static.optimizer + working) / GIB
     assert 86.9 <= peak <= 1.05 * 86.9  # an estimate that errs on the safe side
@@ -207,9 +202,9 @@ def random_transformer(adapter: ModelAdapter, dtype: torch.dtype) -> nn.Module:
     return transformer.to(dtype).train()
 
 
-def test_recompute_and_splits_lower_activations(qwen_image):
+def test_recompute_and_splits_lower_activations(qwen):
     def of(where: Placing, **changes: float) -> int:
-        return activation_bytes(qwen_image, where, replace(WORK, **changes), training=True)
+        return activation_bytes(qwen, where, replace(WORK, **changes), training=True)
 
     alone = placing("megatron")
     all_blocks, every_second, none = (of(alone, budget=budget) for budget in (0.0, 0.5, 1.0))
@@ -226,11 +221,11 @@ def test_recompute_and_splits_lower_activations(qwen_image):
     )  # padded to 64
 
 
-def test_accumulating_without_sync_keeps_weights_and_gradients_whole(qwen_image):
+def test_accumulating_without_sync_keeps_weights_and_gradients_whole(qwen):
     where = placing("veomni", dp=4)
-    block_by_block = gathered_bytes(qwen_image, where, WORK, training=True)
-    whole = gathered_bytes(qwen_image, where, replace(WORK, accumulates=True), training=True)
-    assert whole == qwen_image.num_parameters * (
+    block_by_block = gathered_bytes(qwen, where, WORK, training=True)
+    whole = gathered_bytes(qwen, where, replace(WORK, accumulates=True), training=True)
+    assert whole == qwen.num_parameters * (
         2 + 4
     )  # and the reduced pieces, which static_bytes counts
     assert block_by_block < 0.1 * whole

@@ -8,11 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megadiff.cli.main import main
-from megadiff.config.schema import LoraConfig
-from megadiff.models.registry import build_adapter
 from megadiff.parallel.mesh import Layout
 from megadiff.planner.engine_memory import ModelShape, Placing, Work
-from megadiff.planner.memory_plan import model_shape
 from megadiff.planner.network import (
     FEATURES,
     GRADIENTS,
@@ -33,11 +30,6 @@ PARAMETERS = 20_430_401_088
 UNUSED = 3072 * 3072 + 3072 + 2 * 4 * 3072 * 3072 + 5 * 3072
 TRAINED = PARAMETERS - UNUSED
 NODE = Links(gpus_per_node=8, nvlink=300e9, network=400e9)
-
-
-@pytest.fixture(scope="module")
-def qwen() -> ModelShape:
-    return model_shape(build_adapter(ROOT / "assets/qwen_image"), LoraConfig())
 
 
 def placing(world_size: int, *, backend: str = "veomni", **sizes: int) -> Placing:
