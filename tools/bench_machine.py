@@ -65,21 +65,18 @@ def visible_gpus() -> list[tuple[str, str]]:
     lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
     names = dict(line.split(", ", 1) for line in lines if ", " in line)
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    ids = (
-        list(names)
-        if wanted is None
-        else [each.strip() for each in wanted.split(",") if each.strip()]
-    )
+    ids = list(names)
+    if wanted is not None:
+        ids = [each.strip() for each in wanted.split(",") if each.strip()]
     return [(each, names.get(each, "GPU")) for each in ids]
 
 
 def cpu_name() -> str:
     """Return the CPU's model and the number of cores that this process may use."""
-    text = Path("/proc/cpuinfo").read_text("utf-8") if Path("/proc/cpuinfo").exists() else ""
-    model = re.search(r"model name\s*:\s*(.+)", text)
-    return (
-        f"{model.group(1) if model else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-    )
+    file = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", file.read_text("utf-8") if file.exists() else "")
+    model = found[1] if found else platform.machine()
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
 
 
 def versions() -> dict[str, str]:
@@ -91,12 +88,11 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = (
-        subprocess.run(asked, capture_output=True, text=True, check=False)
-        if shutil.which("git")
-        else None
-    )
-    return found | ({"commit": commit.stdout.strip()} if commit and commit.returncode == 0 else {})
+    if shutil.which("git"):
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            found["commit"] = done.stdout.strip()
+    return found
 
 
 def is_override(argument: str) -> bool:

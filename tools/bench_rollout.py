@@ -59,13 +59,9 @@ def main(argv: list[str]) -> int:
             images_a_request(options.size, options.steps)
         except ValueError as error:
             parser.error(str(error))
-    device = (
-        options.device
-        if options.device != "auto"
-        else "cuda"
-        if torch.cuda.is_available()
-        else "cpu"
-    )
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     report = {
         "command": shlex.join(["python", "tools/bench_rollout.py", *argv]),
         "gpu": (visible_gpus() or [(0, None)])[0][1],

@@ -273,15 +273,8 @@ def main(argv: list[str]) -> int:
         count = write_random_pipeline(args.model, args.out, text_layers=args.text_layers, **sizes)
     else:
         count = write_random_bagel(args.model, args.out, **sizes)
-    print(
-        json.dumps(
-            {
-                "out": str(args.out),
-                "parameters": count,
-                "seconds": round(time.perf_counter() - start, 1),
-            }
-        )
-    )
+    seconds = round(time.perf_counter() - start, 1)
+    print(json.dumps({"out": str(args.out), "parameters": count, "seconds": seconds}))
     return 0
 
 

@@ -49,9 +49,8 @@ def train_vae(
         vae.quant_conv.bias[vae.config.z_dim :] += START_LOG_VARIANCE
     _optimise(vae, images_NCHW, num_steps=num_steps, batch_size=batch_size, peak_lr=peak_lr)
     _drop_unused_taps(vae)
-    vae.to(
-        torch.bfloat16
-    ).float()  # as it is stored, so that its statistics and checks are those of the file
+    # as it is stored, so that its statistics and checks are those of the file
+    vae.to(torch.bfloat16).float()
     _measure_latents(vae, images_NCHW[:8192])
     _check_reconstructions(vae, num_images=min(num_images, 1000))
     for module, forward in stock_forwards.items():
@@ -183,14 +182,8 @@ def _check_reconstructions(vae: AutoencoderKLQwenImage, *, num_images: int) -> N
     pixels, texts = sample_images(num_images, seed=CHECK_SEED)
     images_NCHW = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(next(vae.parameters()).device)
     decoded = torch.cat([decode(vae, encode(vae, part)[0]) for part in images_NCHW.split(256)])
-    rounded = (
-        ((decoded.clamp(-1, 1) + 1) * 127.5)
-        .round()
-        .to(torch.uint8)
-        .permute(0, 2, 3, 1)
-        .cpu()
-        .numpy()
-    )
+    colours_NCHW = ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    rounded = colours_NCHW.permute(0, 2, 3, 1).cpu().numpy()
     psnr = 10 * np.log10(255**2 / np.square(rounded.astype(np.float32) - pixels).mean())
     verified = [
         verify(image, parse(text)).strict for image, text in zip(rounded, texts, strict=True)

@@ -15,12 +15,8 @@ from megadiff.planner.communication import step_tflop
 from megadiff.planner.memory_plan import USABLE_GIB, plan_configured
 from megadiff.planner.work import Machine
 
-PLANNED = {
-    "parity": "log_probs",
-    "sync": "sync",
-    "rollout": "rollout",
-    "train": "update",
-}  # phase → the planner's name
+# phase → the planner's name
+PLANNED = {"parity": "log_probs", "sync": "sync", "rollout": "rollout", "train": "update"}
 
 
 def figures(
@@ -66,11 +62,10 @@ def planned_gib(config: Config, options: argparse.Namespace) -> dict[str, float]
     {} where the layout cannot run on them. The gate of a new run comes before AdamW's first step,
     which makes its state.
     """
-    num_bytes, gpus = int(USABLE_GIB[options.gpu] * GIB), num_ranks(options)
     machine = Machine(
-        world_size=gpus,
+        world_size=num_ranks(options),
         gpus_per_node=options.gpus,
-        num_bytes=num_bytes,
+        num_bytes=int(USABLE_GIB[options.gpu] * GIB),
         host_bytes=psutil.virtual_memory().total,
         headroom=0.1,
     )
@@ -105,9 +100,9 @@ def memory_gib(
         first, key = 0 if phase == "parity" else warmup, phase_key(phase)
         seen = [row[key] for row in rows[first:] if row.get(key)]
         if seen:
-            found[phase] = {"measured": max(seen)} | (
-                {"planned": planned[name]} if name in planned else {}
-            )
+            found[phase] = {"measured": max(seen)}
+            if name in planned:
+                found[phase]["planned"] = planned[name]
     return found
 
 
