@@ -14,27 +14,28 @@ from megadiff.models.registry import build_adapter
 from megadiff.planner.footprint import replica_weights
 
 
+def elements(file: Path, part: str = "") -> int:
+    """Count the elements of a file's tensors whose names have this part."""
+    with safe_open(file, framework="pt") as tensors:
+        names = [name for name in tensors.keys() if part in name]
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+
+
 def test_every_network_counts_the_second_expert_too(tiny_wan: dict[str, Path]) -> None:
     for model in tiny_wan.values():
-        elements = dict.fromkeys(("transformer", "text_encoder", "vae"), 0)
+        sizes = dict.fromkeys(("transformer", "text_encoder", "vae"), 0)
         for path in model.glob("*/*.safetensors"):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    count = 1
-                    for length in file.get_slice(name).get_shape():
-                        count *= length
-                    elements[path.parent.name.removesuffix("_2")] += count
+            sizes[path.parent.name.removesuffix("_2")] += elements(path)
         found = replica_weights(build_adapter(model), dtype="bfloat16")
-        assert found.transformers == 2 * elements["transformer"] and found.unknown == ()
-        assert found.others == 2 * (elements["text_encoder"] + elements["vae"])
-        assert found.encoder == 2 * elements["text_encoder"]
+        assert found.transformers == 2 * sizes["transformer"] and found.unknown == ()
+        assert found.others == 2 * (sizes["text_encoder"] + sizes["vae"])
+        assert found.encoder == 2 * sizes["text_encoder"]
 
 
 def test_a_root_folder_counts_all_that_its_files_hold(tiny_bagel: Path) -> None:
     """But for the autoencoder: vllm-omni builds the published one, whatever the tiny one is."""
     adapter = build_adapter(tiny_bagel)
-    with safe_open(tiny_bagel / "ema.safetensors", framework="pt") as file:
-        stored = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    stored = elements(tiny_bagel / "ema.safetensors")
     networks = adapter.root_networks()
     autoencoder = networks.pop("autoencoder")
     found = replica_weights(adapter, dtype="bfloat16")
@@ -50,11 +51,7 @@ def test_a_vision_tower_counts_where_images_are_given(
     adapter = build_adapter(tiny_folder("qwen_image_edit_2511"))
     blind = replica_weights(adapter, dtype="bfloat16")
     seeing = replica_weights(adapter, dtype="bfloat16", sees_images=True)
-    tower = 0
-    with safe_open(adapter.model_folder / "text_encoder/model.safetensors", "pt") as file:
-        for name in file.keys():
-            if "visual." in name:
-                tower += math.prod(file.get_slice(name).get_shape())
+    tower = elements(adapter.model_folder / "text_encoder/model.safetensors", "visual.")
     assert seeing.others - blind.others == 2 * tower > 0
     assert seeing.encoder == blind.encoder
 
