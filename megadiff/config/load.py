@@ -147,7 +147,8 @@ def _field_of(key: str) -> dataclasses.Field | None:
     if section in NAMED_SECTIONS:
         names = names[1:]  # the first one is the user's
     elif section not in SECTIONS:
-        section, names = "", [section]
+        names = [section]
+        section = ""
     return FIELDS.get((section, names[0])) if names else None
 
 

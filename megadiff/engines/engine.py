@@ -82,7 +82,7 @@ class Engine:
 
     @property
     def lora(self) -> LoraSpec | None:
-        """What is trained beside frozen weights, the same for all components; None without LoRA."""
+        """Return what is trained beside frozen weights, alike for all components, or None."""
         return self.members[self.adapter.components[0]].lora
 
     @property

@@ -74,11 +74,11 @@ def check_fp8_fits(config: Config, adapter: ModelAdapter) -> None:
     for component in adapter.components:
         parameters = adapter.empty_transformer(component).named_parameters()
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        odd = [
-            f"{name} {shapes[name][0]} × {shapes[name][1]}"
-            for name in adapter.plan.fp8_weights(shapes)
-            if any(size % FP8_MULTIPLE for size in shapes[name])
-        ]
+        odd = []
+        for name in adapter.plan.fp8_weights(shapes):
+            rows, columns = shapes[name]
+            if rows % FP8_MULTIPLE or columns % FP8_MULTIPLE:
+                odd.append(f"{name} {rows} × {columns}")
         if odd:
             raise ValueError(
                 f"engine.fp8={config.engine.fp8}: FP8 products need weights whose sizes are "

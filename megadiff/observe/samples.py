@@ -35,7 +35,7 @@ GAP = 2  # pixels between the pictures of a grid
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFacts:
-    """What is known of a sample beside its picture.
+    """Hold what is known of a sample beside its picture.
 
     caption: the prompt.
     rewards: reward name → raw value, None or NaN where it has none. reward: the total that the

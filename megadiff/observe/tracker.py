@@ -29,11 +29,12 @@ class Tracker:
 def reward_table(samples: Sequence[SavedSample]) -> tuple[list[str], list[list[float | None]]]:
     """Return columns and a row a sample: its total, where any sample has one, and each reward."""
     columns = list(dict.fromkeys(name for sample in samples for name in sample.rewards))
-    rows = [[sample.rewards.get(name) for name in columns] for sample in samples]
-    if any(sample.reward is not None for sample in samples):
-        columns = ["reward", *columns]
-        rows = [[sample.reward, *row] for sample, row in zip(samples, rows, strict=True)]
-    return columns, rows
+    has_total = any(sample.reward is not None for sample in samples)
+    rows = []
+    for sample in samples:
+        total = [sample.reward] if has_total else []
+        rows.append([*total, *(sample.rewards.get(name) for name in columns)])
+    return (["reward", *columns] if has_total else columns), rows
 
 
 def import_for(tracker: str, module: str) -> ModuleType:

@@ -97,7 +97,7 @@ class MemoryPlan:
 
     @property
     def nearest(self) -> list[Estimate]:
-        """Those that could run, by their peak: the first misses by the least."""
+        """Return those that could run, by their peak: the first misses by the least."""
         possible = [estimate for estimate in self.estimates if not estimate.obstacle]
         return sorted(possible, key=lambda estimate: estimate.peak(estimate.worst_phase))
 

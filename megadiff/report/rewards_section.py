@@ -121,7 +121,7 @@ def _extremes(
     for name, pairs in chosen.items():
         looks = []
         for word, sample in pairs:
-            own = {"label": f"{sample.step} {word}", "reward": sample.rewards[name]}
-            looks.append(look(sample, pictures) | own)
+            drawn = {"label": f"{sample.step} {word}", "reward": sample.rewards[name]}
+            looks.append(look(sample, pictures) | drawn)
         if any(drawing["picture"] for drawing in looks):
             yield {"caption": f"Best and worst by {name}", "looks": looks}

@@ -43,6 +43,9 @@ def boxes_from_json(workers: Iterable[JsonObject]) -> list[dict[str, Box]]:
     """Return each worker's boxes, which JSON has under `boxes` and with lists for tuples."""
     boxes = []
     for worker in workers:
-        pairs = worker["boxes"].items()
-        boxes.append({name: tuple((begin, end) for begin, end in box) for name, box in pairs})
+        boxes.append({name: _box(pairs) for name, pairs in worker["boxes"].items()})
     return boxes
+
+
+def _box(pairs: Iterable[Sequence[int]]) -> Box:
+    return tuple((begin, end) for begin, end in pairs)

@@ -53,6 +53,10 @@ class Connection:
     make_client: Callable[[str, str], ReplicaClient]
 
 
+def _token_of(processes: Sequence[ReplicaProcess]) -> str | None:
+    return processes[0].token if processes else environment_token()
+
+
 def connect(
     config: Config,
     mesh: Mesh,
@@ -77,12 +81,8 @@ def connect(
     code = read_once(sampling_code, source=0, group=world, world=world)
     check = partial(check_arithmetic, config=config, code=code)
     # the source's: a run may have drawn its own, which no environment holds
-    token = read_once(
-        lambda: processes[0].token if processes else environment_token(),
-        source=users.source,
-        group=users.group,
-        world=world,
-    )
+    read_token = partial(_token_of, processes)
+    token = read_once(read_token, source=users.source, group=users.group, world=world)
 
     def make_client(name: str, url: str) -> ReplicaClient:
         return ReplicaClient(url, name, timeout_s=rollout.request_timeout_s, token=token, run=run)
@@ -114,10 +114,11 @@ def connect(
     stack.enter_context(fleet)
     supervisor = None
     if users.here:
+        watch = RegistryWatch(registry, token=token, run=run)
         supervisor = _supervisor(
             config,
             mesh,
-            RegistryWatch(registry, token=token, run=run),
+            watch,
             announced,
             processes,
             fleet=fleet,

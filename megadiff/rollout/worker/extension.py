@@ -378,13 +378,13 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     @cached_property
     def _places(self) -> ServedPlaces:
         """Name on the way here → where a base weight lives."""
-        places = served_places(list(self._parameters()), names=self._pipeline.served_names)
+        served = served_places(list(self._parameters()), names=self._pipeline.served_names)
         sent: ServedPlaces = {}
         for component in self._components:
             start = f"{component}."
-            names = [name.removeprefix(start) for name in places if name.startswith(start)]
+            names = [name.removeprefix(start) for name in served if name.startswith(start)]
             for name, sent_name in self._plan.sent_names(component, names).items():
-                sent[sent_name] = places[start + name]
+                sent[sent_name] = served[start + name]
         return sent
 
     @cached_property
