@@ -235,7 +235,7 @@ def test_no_orphan_is_left(trainer, start, how, num_replicas):
     assert len(_replicas(process.pid)) == num_replicas
     process.send_signal(how)
     assert process.wait(30) == (143 if how == signal.SIGTERM else -signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=15)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 
 

@@ -161,7 +161,7 @@ def test_a_dead_judge_is_named_and_no_sample_scores_0(judged):
     lines = log.read_text().splitlines()
     assert [line for line in lines if not line.startswith(("(EngineCore", "(Worker"))][-1] in stderr
 
-    _, alive = psutil.wait_procs(children, timeout=15)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
     rows = judged.rows
     assert whole_looking(judged.folder / "checkpoints")[-1].name == f"step_{rows[-1]['step']:06d}"
@@ -221,7 +221,7 @@ judge:
     (run.folder / "stop").write_text("")
     assert run.process.wait(60) == 75
 
-    _, alive = psutil.wait_procs(children, timeout=15)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
     assert sum(row.get("reward/look/retries", 0) for row in run.rows) > 0
     assert not any("reward/look/dropped" in row for row in run.rows)

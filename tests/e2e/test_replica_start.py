@@ -161,5 +161,5 @@ def test_vllm_omni_0_26(tiny_model: Path, tmp_path: Path) -> None:
         assert workers
     finally:
         server.end()
-    gone, alive = psutil.wait_procs(workers, timeout=10)
+    gone, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive

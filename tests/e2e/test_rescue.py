@@ -221,7 +221,7 @@ def test_one_ranks_error_saves_every_ranks_part(trainer, shared, start):
     stderr = running.log.read_text()
     assert "error: rank 1: CUDA out of memory" in stderr
     assert saved_steps(running.folder) == ["step_000003"], stderr
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     again = trainer.run(*shared, FAULT, NO_FAULT, "train.num_steps=4")  # under another layout
     assert again.code == 0, again.stderr
@@ -265,7 +265,7 @@ def test_torchrun_starts_ranks_again_and_a_stop_ends_them(in_ranks, start, capsy
 
     # the rows are cut back to the checkpoint's when the next attempt begins
     wait_until(lambda: "resumed from" in running.log.read_text(), running)
-    _, alive = psutil.wait_procs(first_family[1:], timeout=10)
+    _, alive = psutil.wait_procs(first_family[1:], timeout=60)
     assert not alive
     resumed = int(re.findall(r"resumed from .*\(step (\d+)\)", running.log.read_text())[-1])
     assert resumed >= 2
@@ -278,7 +278,7 @@ def test_torchrun_starts_ranks_again_and_a_stop_ends_them(in_ranks, start, capsy
     (running.folder / "stop").write_text("120\n")
 
     assert running.process.wait(100) == 0, running.log.read_text()
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     mark = json.loads((running.folder / "stopped").read_text())
     rows = rows_of(running.folder)
@@ -336,7 +336,7 @@ def test_a_stop_under_torchrun_without_restarts(shared, start):
     family = running.family()
     (running.folder / "stop").touch()
     assert running.process.wait(60) == 1
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
     rows = rows_of(running.folder)
     mark = json.loads((running.folder / "stopped").read_text())

@@ -83,7 +83,7 @@ class SlurmRun:
             wait_for(
                 partial(self.is_left_alone, node),
                 what=lambda: f"end of {self.left_on(node)} on {node}",  # noqa: B023
-                s=15,
+                s=60,
             )
 
     def is_left_alone(self, node: str) -> bool:

@@ -31,7 +31,7 @@ def test_a_separate_run_has_addresses_a_token_and_a_log_of_each_node(submit_stub
     nvidia_smi.chmod(0o755)
     settings = {"ROLLOUT_NODES": "1", "REPLICAS": "2", "NODE_RANK": "1"}
     run = submit_stub("separate", sbatch=("--nodes=3",), **settings)
-    run.ends("COMPLETED", s=40)
+    run.ends("COMPLETED")
     nvidia_smi.unlink()
     srun.unlink()
     logs = {path.name: path.read_text() for path in run.folder.glob("logs/latest/*.log")}
@@ -65,7 +65,7 @@ def test_all_gpus_of_the_nodes_are_used_however_they_are_asked_for(submit_stub):
         ),
     ]
     for run in runs:
-        run.ends("COMPLETED", s=40)
+        run.ends("COMPLETED")
     folders = [run.folder for run in runs]
 
     folders.append(submit_stub.folder / "allocated")
@@ -93,14 +93,14 @@ def test_a_preempted_job_goes_on_though_it_has_saved_nothing(submit_stub):
     squeue.write_text(f'#!/bin/sh\n{fails_once}\n/usr/bin/squeue "$@" | sed s/RUNNING/SIGNALING/\n')
     squeue.chmod(0o755)
     run = submit_stub("preempted", "step_s=4", "steps=1", sbatch=GPUS)
-    run.wait_for_log(f"job {run.job.number}.0: ", s=20)
+    run.wait_for_log(f"job {run.job.number}.0: ")
     wait_for(lambda: "trainer" in run.job.steps(), what="the trainer's step")
     urgent = ("--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=true")
     run.job.cluster.login("sbatch", *TWO, *urgent)
-    run.wait_for_log(f"job {run.job.number}.0: preempted", s=40)
+    run.wait_for_log(f"job {run.job.number}.0: preempted")
     assert asked.exists()
     squeue.unlink()
-    run.ends("COMPLETED", s=60)
+    run.ends("COMPLETED")
 
 
 def test_a_name_that_means_loopback_on_its_own_node(submit_stub):
@@ -112,7 +112,7 @@ def test_a_name_that_means_loopback_on_its_own_node(submit_stub):
         own.write_text(f"127.0.1.1 {node}\n{hosts.read_text()}")
         cluster.on(node, "mount", "--bind", str(own), "/etc/hosts")
     run = submit_stub("loopback", "steps=1", sbatch=(*TWO, "--nodelist=node[1-2]"))
-    run.ends("COMPLETED", s=40)
+    run.ends("COMPLETED")
     for node in ("node1", "node2"):
         cluster.on(node, "umount", "/etc/hosts")
     text = (run.folder / "logs/latest/trainer-node1.log").read_text()
@@ -121,44 +121,44 @@ def test_a_name_that_means_loopback_on_its_own_node(submit_stub):
 
 def test_a_stop_before_the_first_step_is_passed_on_and_the_run_goes_on(submit_stub):
     run = submit_stub("early", sbatch=TWO)
-    run.wait_for_log(f"job {run.job.number}.0: ", s=20)
+    run.wait_for_log(f"job {run.job.number}.0: ")
     run.job.signal("--batch", "--signal=USR1")
-    run.wait_for_log(f"job {run.job.number}.1: ", s=40)
-    run.ends("COMPLETED", s=60)
+    run.wait_for_log(f"job {run.job.number}.1: ")
+    run.ends("COMPLETED")
     logs = [path.read_text() for path in run.folder.glob("logs/*.0/trainer-node1.log")]
     assert re.search(r"stops after step \d+, (29\d|300) s are left", logs[0])
 
 
 def test_scancel_ends_all_nodes_and_is_final(submit_stub):
     run = submit_stub("scancel", "steps=1000", sbatch=("--nodes=3",), ROLLOUT_NODES="1")
-    run.wait_for_checkpoint(2, s=30)
+    run.wait_for_checkpoint(2)
     run.job.signal()
-    run.ends("CANCELLED", s=20)
+    run.ends("CANCELLED")
 
 
 def test_a_rank_that_hangs_is_killed(submit_stub):
     """TERM does not end it; KILL does after the cluster's KillWait of 5 s."""
     run = submit_stub("hangs", "steps=1000", "hang=1", sbatch=TWO)
-    run.wait_for_checkpoint(2, s=30)
+    run.wait_for_checkpoint(2)
     run.job.signal()
-    run.ends("CANCELLED", s=30)
+    run.ends("CANCELLED")
 
 
 def test_nodes_that_lose_their_power(submit_stub):
     """Slurm starts both runs again: one lost the node of its batch script, one another node."""
     runs = [submit_stub(f"lost_{index}", "step_s=1", "steps=12", sbatch=TWO) for index in (0, 1)]
     for run in runs:
-        run.wait_for_checkpoint(2, s=30)
+        run.wait_for_checkpoint(2)
     cluster = runs[0].job.cluster
     lost = [run.job.nodes()[index] for index, run in enumerate(runs)]
     for node in lost:
         cluster.power(node, on=False)
     for node, run in zip(lost, runs):
-        wait_for(lambda: node not in run.job.nodes(), what=f"end without {node}", s=60)  # noqa: B023
+        wait_for(lambda: node not in run.job.nodes(), what=f"end without {node}", s=120)  # noqa: B023
     for node in lost:
         cluster.power(node, on=True)
     for run in runs:
-        run.ends("COMPLETED", s=60)
+        run.ends("COMPLETED")
         assert f"job {run.job.number}.1: " in run.log.read_text()
 
 
@@ -166,12 +166,12 @@ def test_a_killed_step_is_started_again_as_it_had_saved(submit_stub):
     run = submit_stub("step", sbatch=TWO)
     once = submit_stub("once", sbatch=(*TWO, "--no-requeue"))
     for each in (run, once):
-        each.wait_for_checkpoint(2, s=30)
+        each.wait_for_checkpoint(2)
         steps = each.job.steps()
         each.job.cluster.login("scancel", "--signal=KILL", steps["trainer"])
-    run.wait_for_log(f"job {run.job.number}.1: ", s=40)
-    run.ends("COMPLETED", s=40)
-    once.ends("FAILED", s=40)
+    run.wait_for_log(f"job {run.job.number}.1: ")
+    run.ends("COMPLETED")
+    once.ends("FAILED")
     assert "not queued again, as sbatch --no-requeue allows one" in once.log.read_text()
 
 
@@ -181,8 +181,8 @@ def test_a_run_that_fails_before_its_first_save_is_not_queued_again(submit_stub)
     run = submit_stub("no_save", "step_s=100", sbatch=TWO)
     wait_for(lambda: "trainer" in run.job.steps(), what="the trainer's step")
     run.job.cluster.login("scancel", "--signal=KILL", run.job.steps()["trainer"])
-    run.ends("FAILED", s=30)
-    twice.ends("FAILED", s=60)
+    run.ends("FAILED")
+    twice.ends("FAILED")
     assert "not queued again, as it saved no step" in run.log.read_text()
     text = twice.log.read_text()
     assert text.count(": queued again\n") == 2 and text.count(": saved nothing after 2;") == 1
@@ -193,7 +193,7 @@ def test_no_replica_is_left(submit_stub):
     run = submit_stub(
         "no_replica", "serve_s=1", "step_s=100", sbatch=TWO, ROLLOUT_NODES="1", REPLICAS_GONE_S="2"
     )
-    run.ends("FAILED", s=40)
+    run.ends("FAILED")
     assert "no replica is left; see " in run.log.read_text()
 
 
@@ -210,7 +210,7 @@ def test_mistakes_are_told_at_once(submit_stub, tmp_path):
         (elsewhere, "/usr is no repository of megadiff; submit from there"),
         (not_shared, "NODE does not see /tmp/not_shared/logs/"),
     ):
-        run.ends("FAILED", s=40)
+        run.ends("FAILED")
         # which nodes are free depends on how fast earlier jobs leave them
         log = re.sub(r"error: node\d+ ", "error: NODE ", run.log.read_text())
         assert f"error: {told}" in log

@@ -37,10 +37,10 @@ def test_the_killed_slurmd_of_the_first_node(submit_asked, one_process):
     cluster = run.job.cluster
     node, other = run.job.nodes()
     cluster.on(node, "pkill", "-KILL", "-x", "slurmd")
-    wait_for(lambda: node not in run.job.nodes(), what=f"end without {node}", s=40)
+    wait_for(lambda: node not in run.job.nodes(), what=f"end without {node}", s=120)
     run.wait_for_log(f"job {run.job.number}.0: runs elsewhere by now", s=60)
     # the rank sees that it is alone, and nobody waits for it
-    wait_for(lambda: not run.left_on(node), what=f"end of {run.left_on(node)} on {node}", s=15)
+    wait_for(lambda: not run.left_on(node), what=f"end of {run.left_on(node)} on {node}", s=60)
     first_attempt = f"--rdzv-id {run.job.number}.0 "
     assert not [line for line in run.left_on(other) if first_attempt in line]
     cluster.start_slurmd(node)

@@ -35,7 +35,7 @@ def test_the_time_is_for_the_whole_answer(slow):
         start_s = time.monotonic()
         with pytest.raises(AnswerTooLate, match=r"POST http://.*/x had no whole answer within 0"):
             ask(stranger.url)
-        assert time.monotonic() - start_s < 2
+        assert time.monotonic() - start_s < 10
 
 
 def test_a_body_without_end_is_not_read():
@@ -55,7 +55,7 @@ def test_a_length_over_the_limit_is_refused_before_it_is_read():
         start_s = time.monotonic()
         with pytest.raises(AnswerTooLarge, match=f"answers {10**15} bytes, its limit is 1000"):
             ask(stranger.url, timeout_s=20)
-        assert time.monotonic() - start_s < 2
+        assert time.monotonic() - start_s < 4
 
 
 def test_answers_within_the_limits_come_whole():

@@ -68,7 +68,7 @@ def test_faults_that_stay_are_never_a_score(samples, fault, error, text):
         start_s = time.monotonic()
         with pytest.raises(error, match=text):
             call(reward, samples)
-        assert time.monotonic() - start_s < 2.5
+        assert time.monotonic() - start_s < 10
 
 
 def test_the_scorer_leaves_a_failed_sample_out_or_stops(make_group, caplog):

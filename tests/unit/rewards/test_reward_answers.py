@@ -196,8 +196,8 @@ def test_answers_that_are_not_finite_numbers_fail_at_once(
     started = time.monotonic()
     group = make_group([1, 2], "a red fox")
     with pytest.raises(RewardError) as caught:
-        scored([group], timeout_s=5.0, judge=config("Answers", form=form))
-    assert time.monotonic() - started < 4
+        scored([group], timeout_s=60.0, judge=config("Answers", form=form))
+    assert time.monotonic() - started < 30
     assert "reward 'judge' on sample" in str(caught.value)
     assert words in str(caught.value)
 

@@ -131,9 +131,9 @@ def test_a_reward_that_hangs_is_named_within_its_time(
         RewardError, match=r"reward 'judge' on samples 0, 1 of prompt .* longer than timeout_s=0.3"
     ):
         scores.score([make_group([1, 2]), make_group([3, 4])])
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     scores.close()
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 20
 
 
 def test_waiting_in_the_queue_is_not_counted(

