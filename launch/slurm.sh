@@ -19,7 +19,8 @@
 #   CONTAINER_IMAGE  run in this image (pyxis), with CONTAINER_MOUNTS, by default the repository
 #   STOP_S           seconds that the end may take; sbatch --signal=B:USR1@… must say the same
 # Five minutes before the time limit, or when it gets USR1, the run is saved and the job goes back
-# into the queue, where it continues. So it does after a failure, if it has saved a step before.
+# into the queue, where it continues. So it does after a failure of an attempt that saved a step, and
+# once after one that saved none, if the run has a checkpoint.
 set -euo pipefail
 
 STOP_S=${STOP_S:-300} # as --signal above
@@ -133,21 +134,19 @@ unset NODE_RANK
 # --export: under sbatch --export=NONE tasks would lose the token.
 step=(srun --export=ALL "${container[@]}")
 
-# FIRST COUNT: names so many nodes. A step that says only how many it wants gets idle ones first: not
-# the first node, where Slurm still counts the step before as running.
-list_nodes() {
-  local IFS=,
-  echo "${nodes[*]:$1:$2}"
-}
-nodes=()
+# Each step names its nodes. With --nodes alone, and with --relative too, Slurm passes over a node
+# where it still counts the step before as running, and takes the next one.
 if [[ $dry_run ]]; then
-  for ((node = 1; node <= num_nodes; node++)); do
-    nodes+=("NODE_$node")
-  done
+  nodes=(NODE_1)
+  trainers="NODE_[1-$num_trainers]"
+  samplers="NODE_[$((num_trainers + 1))-$num_nodes]"
 else
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  trainers=$(IFS=, && echo "${nodes[*]:0:num_trainers}")
+  samplers=$(IFS=, && echo "${nodes[*]:num_trainers}")
 fi
-on_first_node=(--job-name=check --nodes=1 --ntasks=1 --nodelist="${nodes[0]}")
+export FIRST_NODE=${nodes[0]} # for launch/torchrun.sh: Slurm may number nodes in another order
+on_first_node=(--job-name=check --nodes=1 --ntasks=1 --nodelist="$FIRST_NODE")
 
 # Two lines: of how many GPUs Slurm knows, and those that are seen. sbatch says it, salloc does not,
 # and without GRES Slurm leaves a job all GPUs of its nodes.
@@ -229,20 +228,20 @@ export MASTER_PORT=$((20000 + (${SLURM_JOB_ID:-0} + 1009 * ${SLURM_RESTART_COUNT
 
 replicas_step=(
   "${step[@]}" --job-name=replicas --nodes="$rollout_nodes" --ntasks="$rollout_nodes"
-  --ntasks-per-node=1 --nodelist="$(list_nodes "$num_trainers" "$rollout_nodes")"
+  --ntasks-per-node=1 --nodelist="$samplers"
   --output="$outputs/replicas-%N.log"
   launch/serve.sh "$replicas" "$@"
 )
 # --kill-on-bad-exit: TERM to the other nodes, and KILL after the cluster's KillWait.
 trainer_step=(
   "${step[@]}" --job-name=trainer --nodes="$num_trainers" --ntasks="$num_trainers"
-  --ntasks-per-node=1 --nodelist="$(list_nodes 0 "$num_trainers")" --kill-on-bad-exit=1
+  --ntasks-per-node=1 --nodelist="$trainers" --kill-on-bad-exit=1
   --wait="$STRAGGLER_S" --output="$outputs/trainer-%N.log"
   launch/torchrun.sh "$ranks" "$@"
 )
 if [[ $dry_run ]]; then
   echo "# $num_trainers nodes train, $ranks ranks each"
-  for name in SLURM_CPU_BIND NNODES MASTER_ADDR MASTER_PORT RDZV_ID; do
+  for name in SLURM_CPU_BIND FIRST_NODE NNODES MASTER_ADDR MASTER_PORT RDZV_ID; do
     echo "export $name=${!name}"
   done
   if ((rollout_nodes)); then
@@ -269,6 +268,58 @@ if [[ ! ${MEGADIFF_TOKEN:-} ]]; then
 fi
 export MEGADIFF_TOKEN
 
+newest() { cat "$folder_of_run/checkpoints/latest" 2>/dev/null || true; }
+before=$(newest)
+rm -f "$folder_of_run/stop" "$folder_of_run/stopped"
+folder=$folder_of_run
+failed_after=$folder_of_run/logs/failed_after # JOB CHECKPOINT
+
+# finish CODE: decides whether the job is queued again, and ends it.
+# Only where this attempt came further: a wrong config, or a step longer than the time limit, would
+# be queued for ever. One that was preempted, or asked long before its limit, has no fault of its own.
+# Of a run that has saved a step before, a single attempt may fail: of many nodes one is sometimes ill.
+finish() {
+  local code=$1
+  again=''
+  if [[ -e $folder/stopped && ! $asked_s ]]; then
+    echo "job $attempt: not queued again, as somebody made $folder/stop"
+  elif ((code)) || [[ -e $folder/stopped ]]; then
+    if [[ $(newest) != "$before" ]]; then
+      again=yes
+    # patiently: one missed answer would take a preempted job for a broken one
+    elif look_at_clock patiently && ((end_s + 60 < limit_s)); then
+      echo "job $attempt: preempted"
+      rm -f "$failed_after"
+      again=yes
+    elif [[ -e $folder/stopped ]] && ((limit_s > 2 * STOP_S)); then
+      again=yes
+    elif [[ $before && $(cat "$failed_after" 2>/dev/null) != "$SLURM_JOB_ID $before" ]] &&
+      echo "$SLURM_JOB_ID $before" >"$failed_after"; then # a full disk must not make it go on for ever
+      echo "job $attempt: saved nothing after $before; it has one more attempt"
+      again=yes
+    else
+      echo "job $attempt: not queued again, as it saved no step since its start and was not preempted" \
+        "(Slurm's state of it: ${state:-unknown})"
+    fi
+  fi
+  if [[ $again ]]; then
+    slurms_job=$(patiently scontrol show job "$SLURM_JOB_ID") || slurms_job=''
+    restarts=$(grep -o 'Restarts=[0-9]*' <<<"$slurms_job" || true)
+    # Another one, where this node's slurmd is gone: Slurm could not end this script.
+    if [[ $restarts && $restarts != "Restarts=${SLURM_RESTART_COUNT:-0}" ]]; then
+      echo "job $attempt: runs elsewhere by now"
+    elif [[ $slurms_job == *BatchFlag=0* ]]; then
+      echo "job $attempt: not queued again, as only jobs of sbatch can be; start it again"
+    elif [[ $slurms_job == *Requeue=0* ]]; then
+      echo "job $attempt: not queued again, as sbatch --no-requeue allows one attempt only"
+    else
+      echo "job $attempt: queued again"
+      patiently scontrol requeue "$SLURM_JOB_ID" || true
+    fi
+  fi
+  exit "$code"
+}
+
 # shellcheck disable=SC2016
 "${step[@]}" --job-name=shared --nodes="$num_nodes" --ntasks="$num_nodes" --ntasks-per-node=1 \
   bash -c '
@@ -279,13 +330,10 @@ export MEGADIFF_TOKEN
       exit 2
     fi
     sleep 0.5
-  done' "$logs" "$UNSEEN_S" "${nodes[0]}" ||
-  die "the nodes ${nodes[*]} do not share $folder_of_run and $PWD; nothing was started"
-
-newest() { cat "$folder_of_run/checkpoints/latest" 2>/dev/null || true; }
-before=$(newest)
-rm -f "$folder_of_run/stop" "$folder_of_run/stopped"
-folder=$folder_of_run
+  done' "$logs" "$UNSEEN_S" "${nodes[0]}" || {
+  echo "error: not all of ${nodes[*]} see $folder_of_run and $PWD; nothing was started"
+  finish 2
+}
 
 replicas_pid=''
 if ((rollout_nodes)); then
@@ -329,42 +377,4 @@ if ((code)) && [[ ! -e $folder/stopped ]]; then
   grep -hs '^error' "$logs"/*.log | sort -u | tail -n 10 || tail -n 5 "$logs"/trainer-*.log || true
 fi
 
-# Only where this attempt came further: a wrong config, or a step longer than the time limit, would
-# be queued for ever. One that was preempted, or asked long before its limit, has no fault of its own.
-# Of a run that has saved a step before, a single start may fail: of many nodes one is sometimes ill.
-again=''
-failed_after=$folder_of_run/logs/failed_after
-if [[ -e $folder/stopped && ! $asked_s ]]; then
-  echo "job $attempt: not queued again, as somebody made $folder/stop"
-elif ((code)) || [[ -e $folder/stopped ]]; then
-  if [[ $(newest) != "$before" ]]; then
-    again=yes
-  # patiently: one missed answer would take a preempted job for a broken one
-  elif look_at_clock patiently && ((end_s + 60 < limit_s)); then
-    echo "job $attempt: preempted"
-    again=yes
-  elif [[ -e $folder/stopped ]] && ((limit_s > 2 * STOP_S)); then
-    again=yes
-  elif [[ $before && $(cat "$failed_after" 2>/dev/null) != "$before" ]]; then
-    echo "$before" >"$failed_after"
-    echo "job $attempt: saved nothing after $before; a second attempt in a row is the last"
-    again=yes
-  else
-    echo "job $attempt: not queued again, as it saved no step since its start and was not preempted" \
-      "(Slurm's state of it: ${state:-unknown})"
-  fi
-fi
-if [[ $again ]]; then
-  slurms_job=$(patiently scontrol show job "$SLURM_JOB_ID") || slurms_job=''
-  restarts=$(grep -o 'Restarts=[0-9]*' <<<"$slurms_job" || true)
-  # Another one, where this node's slurmd is gone: Slurm could not end this script.
-  if [[ $restarts && $restarts != "Restarts=${SLURM_RESTART_COUNT:-0}" ]]; then
-    echo "job $attempt: runs elsewhere by now"
-  elif [[ $slurms_job == *Requeue=0* ]]; then
-    echo "job $attempt: not queued again, as sbatch --no-requeue allows one attempt only"
-  else
-    echo "job $attempt: queued again"
-    patiently scontrol requeue "$SLURM_JOB_ID" || true
-  fi
-fi
-exit "$code"
+finish "$code"

@@ -64,6 +64,12 @@ else
   fi
   # Else gloo takes the address of this host's name. Debian's installer makes that 127.0.1.1.
   export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$interface}"
+  # Slurm's numbers may have another order than its list of nodes.
+  if [[ ${FIRST_NODE:-} && ${SLURMD_NODENAME:-} ]]; then
+    is_host=$([[ $SLURMD_NODENAME == "$FIRST_NODE" ]] && echo 1 || echo 0)
+  else
+    is_host=$((NODE_RANK == 0))
+  fi
   # is_host: said here, as torchrun compares names, and a machine may have several.
   # --local-addr: for the same reason; other machines connect to it.
   where=(
@@ -71,7 +77,7 @@ else
     --rdzv-backend c10d
     --rdzv-id "${RDZV_ID:-megadiff}"
     --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}"
-    --rdzv-conf "is_host=$((NODE_RANK == 0)),join_timeout=600"
+    --rdzv-conf "is_host=$is_host,join_timeout=600"
     --local-addr "$address"
   )
 fi

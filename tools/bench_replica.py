@@ -50,7 +50,7 @@ def start_replica(
 ) -> tuple[ReplicaProcess, ReplicaClient]:
     """Start a replica, and return it once it answers; it is stopped when the stack closes.
 
-    device: cpu or cuda. It has the token of MEGADIFF_TOKEN, where that is set.
+    device: auto, cpu or cuda. It has the token of MEGADIFF_TOKEN, where that is set.
     """
     token = environment_token()
     spec = ReplicaSpec(

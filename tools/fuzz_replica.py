@@ -239,7 +239,7 @@ def main() -> int:
         if not url:
             os.environ[TOKEN_VARIABLE] = token
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            how = {"dtype": "float32", "device": "cpu"}
+            how = {"dtype": "float32", "device": "auto"}
             server, client = start_replica(options.model, folder, stack, **how)
             process, url = psutil.Process(server.process.pid), client.url
         beside = Beside(url, options.model, token)

@@ -115,5 +115,6 @@ def to_text(plan: JsonObject, *, as_json: bool) -> str:
             "",
             yaml.safe_dump(rest, sort_keys=False),
             yaml.safe_dump({"config": plan["config"]}),
+            f"ok: all checks passed for {counted(plan['world_size'], 'rank')}; nothing was started\n",
         ]
     )

@@ -185,7 +185,7 @@ def test_a_run_that_fails_before_its_first_save_is_not_queued_again(submit_stub)
     twice.ends("FAILED")
     assert "not queued again, as it saved no step" in run.log.read_text()
     text = twice.log.read_text()
-    assert text.count(": queued again\n") == 2 and text.count(": saved nothing after 2;") == 1
+    assert text.count(": queued again\n") == 2 and text.count(": saved nothing after 2; ") == 1
     assert f"job {twice.job.number}.2: not queued again, as it saved no step" in text
 
 
@@ -232,7 +232,7 @@ def test_dry_run_prints_the_commands_and_starts_nothing(submit_stub, image):
     assert "# 2 nodes train, 8 ranks each" in lines and "export NNODES=2" in lines
     replicas, trainer = (line for line in lines if line.startswith("srun"))
     assert "launch/serve.sh 8 a.yaml" in replicas and "--nodes=8" in replicas
-    assert "--nodelist=NODE_1\\,NODE_2 " in trainer and "=NODE_3\\,NODE_4\\," in replicas
+    assert r"--nodelist=NODE_\[1-2\] " in trainer and r"--nodelist=NODE_\[3-10\] " in replicas
     assert "rollout.num_replicas=64" in replicas
     assert "launch/torchrun.sh 8 a.yaml" in trainer and "--nodes=2" in trainer
     for line in (replicas, trainer):

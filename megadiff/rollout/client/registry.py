@@ -39,7 +39,7 @@ MAX_VISITS = 32  # addresses that are asked at the same time
 # far more than name, url and pid need
 ANNOUNCEMENT_BYTES = 2**16
 SHOWN = 8  # claims that an error names
-UNREAD = "cannot be read"  # as reasons begin
+UNREAD = "cannot be read"  # of reasons that may pass
 
 
 class Address(NamedTuple):
@@ -143,7 +143,7 @@ def read_claims(registry: Path) -> tuple[list[Claim], dict[Path, str]]:
     except FileNotFoundError:
         names = []  # the first replica makes the folder
     except OSError as error:
-        return [], {registry: f"{UNREAD}: {error.strerror}"}
+        return [], {registry: f"the folder {UNREAD}: {error.strerror}"}
 
     for name in names:
         path = registry / name
@@ -297,7 +297,7 @@ class RegistryWatch:
         It is not gone: over NFS a read may fail once.
         """
         claims, reasons = read_claims(self.registry)
-        unread = {path for path, text in reasons.items() if text.startswith(UNREAD)}
+        unread = {path for path, text in reasons.items() if UNREAD in text}
         if self.registry in unread:
             return self.claims, reasons
         return claims + [claim for claim in self.claims if claim.path in unread], reasons
