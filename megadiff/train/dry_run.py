@@ -108,6 +108,7 @@ def to_text(plan: JsonObject, *, as_json: bool) -> str:
             f"{index:4d}{'*' if low <= index < high else ' '} {sigma:.6f}  {sigma_next:.6f}"
         )
 
+    ranks = counted(plan["layout"]["world_size"], "rank")
     rest = {key: value for key, value in plan.items() if key not in ("sigmas", "config")}
     return "\n".join(
         [
@@ -115,6 +116,6 @@ def to_text(plan: JsonObject, *, as_json: bool) -> str:
             "",
             yaml.safe_dump(rest, sort_keys=False),
             yaml.safe_dump({"config": plan["config"]}),
-            f"ok: all checks passed for {counted(plan['world_size'], 'rank')}; nothing was started\n",
+            f"ok: all checks passed for {ranks}; nothing was started\n",
         ]
     )
