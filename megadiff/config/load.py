@@ -142,7 +142,7 @@ def _wrong_type(error: OmegaConfBaseException) -> str:
 
 
 def _field_of(key: str) -> dataclasses.Field | None:
-    """Return the schema's field of a key, or of the list or mapping that it is in."""
+    """Return the schema's field of a key, or of the mapping that it is in."""
     section, *names = key.split(".")
     if section in NAMED_SECTIONS:
         names = names[1:]  # the first one is the user's

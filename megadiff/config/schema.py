@@ -1,7 +1,7 @@
 """Declare every config key: its type, its one default, its bounds and a sentence for the docs.
 
 megadiff/config/validate.py refuses what the bounds exclude, megadiff/config/docs.py prints the
-sentences. This file imports neither torch nor anything of megadiff but key().
+sentences. This file imports neither torch nor anything of megadiff but its config.
 """
 
 from __future__ import annotations

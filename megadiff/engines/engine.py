@@ -1,4 +1,4 @@
-"""All that a training loop knows of an engine: one ShardedEngine for each component of the model.
+"""Train all components of a model: a ShardedEngine each, behind what the training loop calls.
 
 A row of a batch belongs to the component in charge of its sigma. Components work one after another,
 each on its own rows, in the same order on every rank. A component without training samples on any
@@ -35,6 +35,7 @@ class Engine:
     """Own the policy's weights and optimizer on this rank.
 
     Every method is collective, but for those that say so: all ranks call it, in the same order.
+    Properties are not.
     config, mesh, adapter: what it was built from.
     members: component → its engine, in the model's order.
     gate: counts optimizer steps and can hold them up.
@@ -55,7 +56,7 @@ class Engine:
         build: Callable[[str], ShardedEngine],
     ) -> None:
         """Build all members. build: component → its engine, with the checkpoint's weights."""
-        # not the loop's to pass along: it cannot train by another config than it was built from
+        # kept here, so that no caller can train by another config than the engine was built from
         self.config = config
         self.mesh = mesh
         self.adapter = adapter
@@ -182,7 +183,7 @@ class Engine:
             yield from member.buckets(bucket_bytes, components, lora=lora)
 
     def mark_pushed(self) -> None:
-        """Note that replicas hold all weights as they are now: empty `changed`."""
+        """Note that replicas hold all weights as they are now: empty `changed`. Not collective."""
         self.changed.clear()
 
     @contextmanager
@@ -281,7 +282,7 @@ class Engine:
         self.changed = set(self.members)
 
     def close(self) -> None:
-        """Give back what outlives the process: the file of a shared base on a CPU."""
+        """Give back what outlives the process: a shared base's file on a CPU. Not collective."""
         if self.shared_base:
             self.shared_base.close()
 

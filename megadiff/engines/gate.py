@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-CLOSE_S = 10.0  # for a change that is on when the gate closes
+IDLE_S = 10.0  # for a change that is on when the gate closes
 
 
 class GateEndedError(RuntimeError):
@@ -86,7 +86,7 @@ class StepGate:
         """
         with self._condition:
             self._limit = -1  # none may slip in while one that is on ends
-            self._await_idle(CLOSE_S)
+            self._await_idle(IDLE_S)
             self._limit = self.num_steps if limit is None else limit
             self._condition.notify_all()
             return self.num_steps

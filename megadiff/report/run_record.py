@@ -114,8 +114,15 @@ def read_run(folder: Path) -> RunRecord:
 def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return config.yaml as it is, "" without one, and its values, {} where it is no yaml."""
     path = folder / CONFIG_NAME
-    # Damaged characters are shown as such: a report of a torn run is worth more than none.
-    text = path.read_text("utf-8", errors="replace") if path.exists() else ""
+    try:
+        # Damaged characters are shown as such: a report of a torn run is worth more than none.
+        text = path.read_text("utf-8", errors="replace")
+    except FileNotFoundError:
+        return "", {}
+    except OSError as error:  # a file server that is slow, or a file that only its owner may read
+        logger.warning("%s cannot be read: %s", CONFIG_NAME, error.strerror)
+        return "", {}
+
     try:
         settings = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # the latter for a date that is none

@@ -61,8 +61,8 @@ class Snapshot:
     def write(self, folder: Path, given_up: threading.Event | None = None) -> None:
         """Write the rank's file in float32, whatever dtype frozen weights are held in.
 
-        It is there without a shard as well, so that a lost one is noticed. given_up: once it is
-        set, it returns without a file of that name; the folder is there.
+        A rank without a shard writes one, too, so that a lost file is noticed.
+        given_up: the folder is there, and once this is set, it returns without a finished file.
         """
         # Any rank may be the first. A folder that was given up is gone, and must not come back.
         if given_up is None:

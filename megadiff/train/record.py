@@ -6,7 +6,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -36,7 +36,7 @@ SAMPLE_PROMPTS = 8
 SAMPLES_PER_PROMPT = 2
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Recorder:
     """Reduce figures over the ranks and hand them to the trackers of rank 0.
 
@@ -55,8 +55,10 @@ class Recorder:
     memory: DeviceMemory | None = None
     power: PowerMeter | None = None
     is_new_folder: bool
-    recorded_step: int = 0  # the last one whose metrics this rank has written
-    _record_s: float = 0.0  # what the last step's figures took, without samples and evaluation
+    # the last one whose metrics this rank has written
+    recorded_step: int = field(default=0, init=False)
+    # what the last step's figures took, without samples and evaluation
+    _record_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self._peak_tflops = peak_tflops(self.mesh.device)

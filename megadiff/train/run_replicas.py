@@ -120,7 +120,8 @@ class RunReplicas:
         """
         while True:
             is_done = agreed(draw.run, self._mesh.cpu_group, here=here)
-            if not any_rank(is_done is False, self._mesh.cpu_group):
+            is_lacking = any_rank(is_done is False, self._mesh.cpu_group)
+            if not is_lacking:
                 return
             if version is not None:
                 self.version = version

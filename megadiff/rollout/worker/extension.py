@@ -278,7 +278,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         parameters = self._parameters()
         for name, view in self._mapped.views(source, self._places, parameters):
             parameters[name].data = view
-        self._pipeline.is_empty = False  # how it came to be: models/empty_weights.py
+        self._pipeline.is_empty = False  # models/empty_weights.py has set it
 
     def _load(self, pairs: Pairs) -> None:
         """Load a bucket. One call of the loader takes all buckets: it ends before LoRA wraps."""

@@ -14,6 +14,7 @@ from megadiff.report.command import main
 from megadiff.report.health import findings
 from megadiff.report.pictures import evenly_spaced, pick_rows, step_rows
 from megadiff.report.report import section_keys, stage_seconds, write_report
+from megadiff.report.run_record import read_run
 
 
 def page_of(folder) -> str:
@@ -136,6 +137,15 @@ def test_a_config_that_cannot_be_read_is_shown_as_it_is(tmp_path, config):
     folder = write_run(tmp_path / "run", steps=3, sample_every=0)
     (folder / "config.yaml").write_text(config)
     assert f"<pre>{config.replace(chr(39), '&#39;')}</pre>" in page_of(folder)
+
+
+def test_a_config_that_cannot_be_read_hides_no_report(tmp_path):
+    """A file server may fail for a moment, and a file may be its owner's alone."""
+    folder = write_run(tmp_path / "run", steps=3, sample_every=0)
+    (folder / "config.yaml").unlink(missing_ok=True)
+    (folder / "config.yaml").mkdir()
+    record = read_run(folder)
+    assert record.rows and record.settings == {} and record.config_text == ""
 
 
 def test_a_damaged_image_leaves_a_gap(tmp_path):
