@@ -323,9 +323,10 @@ def act(arguments: list[str]) -> int:
 def test_signals_of_a_real_process(tmp_path, case, code, saved):
     began = time.monotonic()
     done = run_command(
-        act, [case, str(tmp_path)], folder=ROOT, environment=os.environ, timeout_s=60
+        act, [case, str(tmp_path)], folder=ROOT, environment=os.environ, timeout_s=120
     )
     assert done.code == code, done.stderr
     assert bool(list(tmp_path.glob("step_*"))) == saved, done.stderr
     assert ("closed" in done.stdout) == (code == 0)
-    assert time.monotonic() - began < 25  # not by LEAVE_S after LEAVE_S
+    # not by LEAVE_S after LEAVE_S, while imports alone may take 20 s of a busy machine
+    assert time.monotonic() - began < 50
