@@ -36,7 +36,8 @@ import psutil
 from bench_machine import tool_parser
 from marked import ROOT, kill_left, python_path
 
-from megadiff.observe.metrics import read_rows
+from megadiff.observe.metrics import parse_row
+from megadiff.observe.text_files import parse_lines
 
 MARK = "MEGADIFF_BENCH_FAULTS"
 ASIDE = ("time/", "perf/", "memory/", "rollout/replicas")
@@ -227,11 +228,14 @@ def replicas_of(pid: int) -> list[psutil.Process]:
 
 
 def rows_of(metrics: Path) -> list[dict]:
-    """Return the finished steps' figures, without what depends on the clock."""
-    return [
-        {key: value for key, value in row.items() if not key.startswith(ASIDE)}
-        for row in read_rows(metrics)
-    ]
+    """Return the figures of each finished line, without what depends on the clock.
+
+    A step that is logged twice has two rows: read_rows() would merge them.
+    """
+    rows = []
+    for row in parse_lines(metrics, parse_row) if metrics.exists() else ():
+        rows.append({key: value for key, value in row.items() if not key.startswith(ASIDE)})
+    return rows
 
 
 def show_events(file: Path, name: str) -> None:

@@ -49,7 +49,7 @@ GROUPS = 8
 ROLLOUT_GROUPS = 32  # of a recipe's step
 GROUP_S = 1.0  # between two groups of a rollout
 LIMITS_S = {"scorer": 300, "clip": 45, "judge": 170}
-END_S = 10  # for a part to show its server's log and remove its weights
+END_S = 15  # for a part to end its server, to show its server's log and remove its weights
 VIT_H = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32}
 VIT_H |= {"num_attention_heads": 16, "patch_size": 14, "image_size": 224}
 
@@ -264,7 +264,10 @@ def run_part(part: str, options: Sequence[str], limit_s: float) -> bool:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the part and what it started, also what outlived it."""
+    """End the part and what it started, also what outlived it.
+
+    A judge's server has a session of its own. It ends as it sees that the part is gone.
+    """
     try:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(END_S)

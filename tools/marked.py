@@ -28,12 +28,13 @@ def marked(variable: str, mark: str) -> list[psutil.Process]:
     return found
 
 
-def kill_left(variable: str, mark: str, *, after_s: float) -> list[psutil.Process]:
-    """Kill those with the mark that do not end by themselves, and return them."""
+def kill_left(variable: str, mark: str, *, after_s: float) -> list[str]:
+    """Kill those with the mark that do not end by themselves, and return what they were."""
     deadline_s = time.monotonic() + after_s
     while (left := marked(variable, mark)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
+    texts = [str(process) for process in left]  # a killed one has neither name nor state
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    return left
+    return texts

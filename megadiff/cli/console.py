@@ -78,7 +78,7 @@ def show_crashes() -> None:
 
 
 def interrupted_text(command: str) -> str:
-    """Return what Ctrl-C says of a command that has no answer of its own to it."""
+    """Return what a command says to Ctrl-C."""
     if os.environ.get("RANK", "0") != "0":
         return ""
     if command == "train":

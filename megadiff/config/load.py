@@ -304,7 +304,7 @@ def _override(argument: str) -> DictConfig:
     text = value.strip()
     # Quotes and null are YAML's. Lists and mappings are refused later, by their key.
     field = _field_of(key)
-    is_text = field is not None and field.type == "str"
+    is_text = field is not None and field.type in ("str", str)
     is_typed = is_text and text not in NULLS and text[0] not in "'\"[{"
     try:
         if not is_typed:

@@ -110,7 +110,7 @@ def split_tokens(model: ModelShape, placing: Placing, work: Work) -> int:
 
 
 def gathered_tokens(model: ModelShape, placing: Placing, work: Work) -> int:
-    """Return how many tokens of a stream the attention and the MLPs of this rank see."""
+    """Return how many tokens of a stream the MLPs of this rank see, and attention takes in."""
     split = split_tokens(model, placing, work)
     return split * (placing.layout.tp if placing.sequence_parallel else 1)
 
