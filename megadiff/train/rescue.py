@@ -155,7 +155,8 @@ class Rescue:
     def _end(self, reason: str) -> None:
         self._reason = self._reason or reason
         self.requests.pipe.wake()
-        self._thread.join()
+        # a copy from a GPU that hangs has no end, and the process would keep the GPU for good
+        self._thread.join(SAVE_S)
 
     def _on_signal(self, number: int, frame: object) -> None:
         """Let the main thread leave once the rescue is over; until then signals only wake it."""

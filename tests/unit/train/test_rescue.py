@@ -97,6 +97,23 @@ def test_a_part_that_cannot_be_written_is_said(tmp_path, caplog, monkeypatch):
     assert "No space left on device" in caplog.text
 
 
+def test_a_copy_that_hangs_keeps_no_process_whose_launcher_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(rescue_module, "SAVE_S", 0.5)
+    monkeypatch.setattr(rescue_module, "LEAVE_S", 0.1)
+    (rank,) = laid_out(tmp_path, 1)
+    monkeypatch.setattr(rank.engine, "save_now", lambda *_: threading.Event().wait())
+    rank.rescue.finish_step(rank.progress, {})
+    rank.rescue.start(ends_process=False)
+    try:
+        ends = threading.Thread(target=rank.rescue.launcher_gone, daemon=True)
+        ends.start()
+        ends.join(20)
+        assert not ends.is_alive()
+        assert rank.rescue._thread.is_alive()
+    finally:
+        rank.rescue.stop()
+
+
 def test_ranks_leave_the_look_at_all_parts_to_rank_0(tmp_path, monkeypatch):
     """With hundreds of ranks each would read hundreds of files, and again until all are there."""
     ranks = laid_out(tmp_path, 3)
