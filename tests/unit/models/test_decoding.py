@@ -1,0 +1,69 @@
+"""What a GPU needs while it decodes videos, counted tensor by tensor without any memory."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megadiff.models.registry import build_adapter
+
+ROOT = Path(__file__).parents[3]
+FRAMES, HEIGHT, WIDTH = 17, 480, 832
+
+
+class Counting(TorchDispatchMode):
+    """Keep the most bytes of the storages that are made and live, and of a convolution's columns.
+
+    Of a batch the columns of one sample are there at a time, as an H200 was seen to have them.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._known = {weight.untyped_storage()._cdata for weight in module.parameters()}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+        columns = 0
+        if function is torch.ops.aten.convolution.default and args[1].ndim == 5:
+            weight = args[1]
+            taps = prod(weight.shape[1:]) if prod(weight.shape[2:]) > 1 else 0
+            columns = taps * prod(out.shape[2:]) * out.element_size()
+        live = sum(num_bytes for _, num_bytes in self._live.values())
+        self.most = max(self.most, live + columns)
+        return out
+
+
+@pytest.mark.parametrize("model", ["wan22_t2v_a14b", "wan22_ti2v_5b"])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_plan_counts_the_decoders_tensors_and_one_sample_s_columns(model, rows):
+    folder = ROOT / "assets" / model
+    adapter = build_adapter(folder)
+    config = AutoencoderKLWan.load_config(folder / "vae")
+    with torch.device("meta"):
+        vae = AutoencoderKLWan.from_config(config).to(torch.bfloat16)
+        size = (HEIGHT // adapter.spatial, WIDTH // adapter.spatial)
+        shape = (rows, config["z_dim"], 1 + FRAMES // adapter.temporal, *size)
+        latents = torch.empty(shape, dtype=torch.bfloat16)
+
+    with torch.no_grad(), Counting(vae) as counted:
+        vae.decode(latents)
+
+    planned = adapter.decoding.num_bytes(
+        rows, num_frames=FRAMES, height=HEIGHT, width=WIDTH, itemsize=2
+    )
+    assert counted.most <= planned <= 1.15 * counted.most
