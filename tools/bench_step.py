@@ -112,7 +112,8 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
             **made,
             **figures(rows[options.warmup :], config, model_folder=model, options=options),
             "memory_gib": memory_gib(rows, planned, warmup=options.warmup),
-            # of every step, to compare runs bit for bit
+            # of every step: which are slow, and to compare runs bit for bit
+            "steps_s": [round(row["time/step_s"], 3) for row in rows],
             "losses": [row["loss/policy"] for row in rows if "loss/policy" in row],
             "grad_norms": [row["optim/grad_norm"] for row in rows],
             "parity": {key: value for key, value in rows[0].items() if key.startswith("parity/")},
