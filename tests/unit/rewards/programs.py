@@ -75,9 +75,12 @@ class Slow(Reward):
 
 def main() -> None:
     reward, how = sys.argv[1:]
-    if reward in ("Torch", "Onnx"):
-        # their calls end between two kernels, which may take long on a busy machine
-        workers.EXIT_WAIT_S = 30.0
+    if reward in ("Torch", "Onnx") and how != "close":
+        # These calls never end by themselves. Once interrupted they end between two kernels, which
+        # may take long on a busy machine.
+        join = workers._join
+        waits_s = iter((0.5, 30.0))
+        workers._join = lambda threads, _: join(threads, next(waits_s))
     sys.modules["programs"] = sys.modules["__main__"]
     timeout_s = 1.0 if reward == "KeepsTheGil" else 60.0
     configs = {"judge": RewardConfig(type=f"programs:{reward}", timeout_s=timeout_s)}
