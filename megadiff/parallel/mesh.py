@@ -153,6 +153,9 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
     if layout.tp > 1:
         # Megatron's collectives are then queued before the products that hide them
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # Else copies have one queue as well, and those of a rescue could wait for ever behind a
+        # collective that another rank never joins (CUDA's guide, 5.2.3).
+        os.environ.setdefault("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "8")
     device = _local_device(device_type)
     timeout = timedelta(seconds=timeout_s)
 

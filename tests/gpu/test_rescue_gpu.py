@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from megadiff.checkpoint.run_folders import whole_looking
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
+SECONDS = 200  # for one run
 FAULT = "reward.fault.type=tests.e2e.failing_step:FailingStep"
 
 
@@ -74,6 +76,17 @@ def _train(
     ]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path}
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=280, env=environment
-    )
+    here = {"text": True, "cwd": ROOT, "env": environment}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **here)
+    try:
+        output, errors = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        run = str(folder / "quickstart")
+        command = [sys.executable, "-m", "megadiff.cli.main", "stacks", run]
+        stacks = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=False, **here)
+        # ranks have sessions of their own, and one whose GPU hangs does not end by itself
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        _, errors = process.communicate()
+        pytest.fail(f"not done after {SECONDS} s\n{stacks.stdout}\n{errors[-5000:]}")
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)

@@ -163,8 +163,9 @@ def test_nodes_that_lose_their_power(submit_stub):
 
 
 def test_a_killed_step_is_started_again_as_it_had_saved(submit_stub):
-    run = submit_stub("step", sbatch=TWO)
-    once = submit_stub("once", sbatch=(*TWO, "--no-requeue"))
+    run = submit_stub("step", "steps=30", sbatch=TWO)
+    # long enough to be still there when its turn comes
+    once = submit_stub("once", "steps=300", sbatch=(*TWO, "--no-requeue"))
     for each in (run, once):
         each.wait_for_checkpoint(2)
         steps = each.job.steps()

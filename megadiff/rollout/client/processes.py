@@ -28,7 +28,10 @@ AGAIN = "-- started again --"  # a line of the log; what stands before it is of 
 STOP_GRACE_S = 5.0
 TOKEN_VARIABLE = "MEGADIFF_TOKEN"
 TOKEN_FILE = "token"  # in the registry of a run that drew one; announcements end in .json
-TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER)_.*|RANK|WORLD_SIZE")
+# torchrun's, and those that the mesh sets for Megatron's collectives
+TRAINER_VARIABLES = re.compile(
+    r"(TORCHELASTIC|LOCAL|GROUP|ROLE|MASTER|CUDA_DEVICE_MAX)_.*|RANK|WORLD_SIZE"
+)
 
 
 class ReplicaDied(RuntimeError):
@@ -198,10 +201,10 @@ def write_private(file: Path, text: str) -> None:
 def replica_environment(
     *, num_threads: int, gpus: Sequence[int] = (), token: str | None = None
 ) -> dict[str, str]:
-    """Return the environment of a replica: this process's without torchrun's variables."""
+    """Return the environment of a replica: this process's without what is for ranks alone."""
     # With torchrun's agent store among them, its process group would wait for that store for ever.
     environment = {
-        name: value for name, value in os.environ.items() if not TORCHRUN_VARIABLES.fullmatch(name)
+        name: value for name, value in os.environ.items() if not TRAINER_VARIABLES.fullmatch(name)
     }
     environment["OMP_NUM_THREADS"] = str(num_threads)
 

@@ -95,6 +95,12 @@ def test_the_token_is_in_the_environment_and_on_no_command_line(tmp_path, monkey
     assert read_spec(spec_file) == spec
 
 
+def test_what_is_for_ranks_alone_does_not_reach_a_replica(monkeypatch):
+    for name in ("RANK", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.setenv(name, "1")
+        assert name not in replica_environment(num_threads=1)
+
+
 def test_gpus_are_those_that_the_trainer_sees(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert replica_environment(num_threads=1, gpus=[0, 2])["CUDA_VISIBLE_DEVICES"] == "0,2"
