@@ -213,7 +213,7 @@ def write_rows(folder: Path, family: Family) -> Path:
     return path
 
 
-@pytest.mark.parametrize("world", cases(FAMILIES, extra_ones=("edit_2509",)), indirect=True)
+@pytest.mark.parametrize("world", cases(FAMILIES, extra_ones=("edit_2509", "wan21")), indirect=True)
 def test_the_gate_finds_each_fault(world: World, tmp_path: Path) -> None:
     """With guidance, and texts of several lengths in one call."""
     faults = {**COMMON_FAULTS, **world.family.faults}
@@ -253,7 +253,7 @@ def test_the_gate_passes_on_the_gpu_hosts_vllm_omni(world: World, tmp_path: Path
     assert gaps[GAP] <= 1e-7 and gaps[UNLIKE_GAP] <= 1e-7, gaps
 
 
-@pytest.mark.parametrize("world", RUNS, indirect=True)
+@pytest.mark.parametrize("world", cases(RUNS, extra_ones=("wan21",)), indirect=True)
 def test_layout_does_not_matter(world: World) -> None:
     """Three steps, each from pushed weights: whole, and split in two. The gate has its own test."""
     expected_rows = world.run("one").rows
@@ -265,7 +265,7 @@ def test_layout_does_not_matter(world: World) -> None:
         assert row["loss/policy"] == pytest.approx(expected["loss/policy"], rel=2e-4, abs=2e-7)
 
 
-@pytest.mark.parametrize("world", RUNS, indirect=True)
+@pytest.mark.parametrize("world", cases(RUNS, extra_ones=("wan21",)), indirect=True)
 def test_lora_is_bound_in_every_layer(world: World) -> None:
     """Each push is verified by the fingerprints of what the replica bound, fused layers too; the
     run goes on under another layout.

@@ -31,9 +31,9 @@ def test_three_random_ends(tmp_path):
     assert summary.startswith(f"3 trials, seed {seed}: 0 finished steps lost"), summary
 
 
-def test_five_random_faults_of_replicas_change_no_bit(tmp_path, tiny_model):
-    """Signals, broken connections and late answers, in draws, pushes and restarts."""
-    command = [sys.executable, str(ROOT / "tools" / "bench_faults.py"), "--faults=5", "--seed=3"]
+def test_three_random_faults_of_replicas_change_no_bit(tmp_path, tiny_model):
+    """With this seed a connection breaks, an answer is late, and a replica is killed."""
+    command = [sys.executable, str(ROOT / "tools" / "bench_faults.py"), "--faults=3", "--seed=50"]
     done = subprocess.run(
         [*command, f"--model={tiny_model}", f"--folder={tmp_path}"],
         capture_output=True,
@@ -41,7 +41,7 @@ def test_five_random_faults_of_replicas_change_no_bit(tmp_path, tiny_model):
         timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "5 faults: 0 of " in done.stdout and "0 steps missing; 0 processes left" in done.stdout
+    assert "3 faults: 0 of " in done.stdout and "0 steps missing; 0 processes left" in done.stdout
     log = (tmp_path / "disturbed.log").read_text()
     assert re.search(r"is lost: replica_\d \(pid \d+\) was killed by SIGKILL; the end of", log)
     assert re.search(r"is started again \(\d of rollout.max_restarts=30 in a row\)", log)
