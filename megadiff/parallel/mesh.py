@@ -148,7 +148,7 @@ def init_mesh(layout: Layout, device_type: str, *, timeout_s: float = COLLECTIVE
     A world of one needs no launcher. timeout_s: of every collective. Ranks wait in one for the
     slowest rank's rollout, so it must outlast that.
     """
-    # CUDA reads this setting and the next when it starts
+    # CUDA reads these settings when it starts
     grow_segments()
     if layout.tp > 1:
         # Megatron's collectives are then queued before the products that hide them

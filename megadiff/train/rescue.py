@@ -39,6 +39,7 @@ ANSWER_S = 30.0  # for a rank to say where it stands
 CATCH_UP_S = 10.0  # for ranks to come to the same optimizer step
 WARN_S = 60.0  # between two warnings of a filesystem that does not answer
 SAVE_S = 1800.0  # for a rank to write its part; one of this node that is gone is seen at once
+RESCUE_S = 4 * SAVE_S  # for all: a rank writes, waits for the others' parts, then for rank 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +142,7 @@ class Rescue:
         self._events.write("run_stopped", step=self._finished.progress.step, text=text)
 
     def failed(self, error: BaseException) -> None:
-        """Save what is whole, after the main thread's error; returns when that is done."""
+        """Save what is whole, after the main thread's error. Returns then, or after RESCUE_S."""
         if self.requests.is_over or not self._thread.is_alive():
             return
         self._main_failed.set()
@@ -155,8 +156,8 @@ class Rescue:
     def _end(self, reason: str) -> None:
         self._reason = self._reason or reason
         self.requests.pipe.wake()
-        # a copy from a GPU that hangs has no end, and the process would keep the GPU for good
-        self._thread.join(SAVE_S)
+        # Bounded: a copy from a GPU that hangs never ends, and the process would keep the GPU.
+        self._thread.join(RESCUE_S)
 
     def _on_signal(self, number: int, frame: object) -> None:
         """Let the main thread leave once the rescue is over; until then signals only wake it."""

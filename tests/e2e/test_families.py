@@ -227,7 +227,7 @@ def test_the_gate_finds_each_fault(world: World, tmp_path: Path) -> None:
     assert not missed
 
 
-@pytest.mark.parametrize("world", RUNS, indirect=True)
+@pytest.mark.parametrize("world", cases(RUNS, extra_ones=("wan21",)), indirect=True)
 def test_the_gate_passes_on_the_gpu_hosts_vllm_omni(world: World, tmp_path: Path) -> None:
     """Weights are pushed to a replica of 0.26, which samples with guidance."""
     overlay = os.environ.get("MEGADIFF_OVERLAY026", "")

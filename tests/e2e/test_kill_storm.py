@@ -32,7 +32,7 @@ def test_three_random_ends(tmp_path):
 
 
 def test_three_random_faults_of_replicas_change_no_bit(tmp_path, tiny_model):
-    """With this seed a connection breaks, an answer is late, and a replica is killed."""
+    """With this seed a connection breaks (as root), an answer is late, and a replica is killed."""
     command = [sys.executable, str(ROOT / "tools" / "bench_faults.py"), "--faults=3", "--seed=50"]
     done = subprocess.run(
         [*command, f"--model={tiny_model}", f"--folder={tmp_path}"],
@@ -42,6 +42,8 @@ def test_three_random_faults_of_replicas_change_no_bit(tmp_path, tiny_model):
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "3 faults: 0 of " in done.stdout and "0 steps missing; 0 processes left" in done.stdout
+    done_kinds = re.search(r"faults done: (.*)", done.stdout)
+    assert done_kinds and done_kinds[1].count(" 1") == 3, done.stdout
     log = (tmp_path / "disturbed.log").read_text()
     assert re.search(r"is lost: replica_\d \(pid \d+\) was killed by SIGKILL; the end of", log)
     assert re.search(r"is started again \(\d of rollout.max_restarts=30 in a row\)", log)

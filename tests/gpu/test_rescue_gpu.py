@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -77,16 +78,25 @@ def _train(
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path}
     here = {"text": True, "cwd": ROOT, "env": environment}
+    errors = ""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **here)
     try:
         output, errors = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        run = str(folder / "quickstart")
-        command = [sys.executable, "-m", "megadiff.cli.main", "stacks", run]
-        stacks = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=False, **here)
-        # ranks have sessions of their own, and one whose GPU hangs does not end by itself
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            each.kill()
-        _, errors = process.communicate()
-        pytest.fail(f"not done after {SECONDS} s\n{stacks.stdout}\n{errors[-5000:]}")
+        # of now: a rank that loses its launcher is nobody's child, and may hang with its GPU
+        family = [*psutil.Process(process.pid).children(recursive=True), process]
+        stacks = ""
+        try:
+            run = str(folder / "quickstart")
+            command = [sys.executable, "-m", "megadiff.cli.main", "stacks", run]
+            stacks = subprocess.run(
+                command, stdout=subprocess.PIPE, timeout=60, check=False, **here
+            ).stdout
+        finally:
+            for each in family:
+                with suppress(psutil.Error, ProcessLookupError):
+                    each.kill()
+        with suppress(subprocess.TimeoutExpired):
+            _, errors = process.communicate(timeout=30)
+        pytest.fail(f"not done after {SECONDS} s\n{stacks}\n{errors[-5000:]}")
     return subprocess.CompletedProcess(command, process.returncode, output, errors)

@@ -201,7 +201,7 @@ def write_private(file: Path, text: str) -> None:
 def replica_environment(
     *, num_threads: int, gpus: Sequence[int] = (), token: str | None = None
 ) -> dict[str, str]:
-    """Return the environment of a replica: this process's without what is for ranks alone."""
+    """Return a replica's or judge's environment: this process's without what is for ranks alone."""
     # With torchrun's agent store among them, its process group would wait for that store for ever.
     environment = {
         name: value for name, value in os.environ.items() if not TRAINER_VARIABLES.fullmatch(name)

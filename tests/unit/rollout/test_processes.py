@@ -96,7 +96,7 @@ def test_the_token_is_in_the_environment_and_on_no_command_line(tmp_path, monkey
 
 
 def test_what_is_for_ranks_alone_does_not_reach_a_replica(monkeypatch):
-    for name in ("RANK", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS"):
+    for name in ("RANK", "MASTER_PORT", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
         monkeypatch.setenv(name, "1")
         assert name not in replica_environment(num_threads=1)
 

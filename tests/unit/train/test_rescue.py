@@ -98,7 +98,7 @@ def test_a_part_that_cannot_be_written_is_said(tmp_path, caplog, monkeypatch):
 
 
 def test_a_copy_that_hangs_keeps_no_process_whose_launcher_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(rescue_module, "SAVE_S", 0.5)
+    monkeypatch.setattr(rescue_module, "RESCUE_S", 0.5)
     monkeypatch.setattr(rescue_module, "LEAVE_S", 0.1)
     (rank,) = laid_out(tmp_path, 1)
     monkeypatch.setattr(rank.engine, "save_now", lambda *_: threading.Event().wait())
