@@ -4,20 +4,21 @@ saved all the same.
 
 import json
 import os
+import secrets
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from marked import kill_left
 
 from megadiff.checkpoint.run_folders import whole_looking
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 SECONDS = 200  # for one run
+MARK = "MEGADIFF_RESCUE_GPU"
 FAULT = "reward.fault.type=tests.e2e.failing_step:FailingStep"
 
 
@@ -76,15 +77,13 @@ def _train(
         *overrides,
     ]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path}
+    mark = secrets.token_hex(8)
+    environment = os.environ | {"PYTHONPATH": path, MARK: mark}
     here = {"text": True, "cwd": ROOT, "env": environment}
-    errors = ""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **here)
     try:
         output, errors = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        # of now: a rank that loses its launcher is nobody's child, and may hang with its GPU
-        family = [*psutil.Process(process.pid).children(recursive=True), process]
         stacks = ""
         try:
             run = str(folder / "quickstart")
@@ -93,10 +92,8 @@ def _train(
                 command, stdout=subprocess.PIPE, timeout=60, check=False, **here
             ).stdout
         finally:
-            for each in family:
-                with suppress(psutil.Error, ProcessLookupError):
-                    each.kill()
-        with suppress(subprocess.TimeoutExpired):
-            _, errors = process.communicate(timeout=30)
+            # ranks whose launcher is gone as well: they may hang with their GPU
+            kill_left(MARK, mark, after_s=0.0)
+        _, errors = process.communicate(timeout=30)
         pytest.fail(f"not done after {SECONDS} s\n{stacks}\n{errors[-5000:]}")
     return subprocess.CompletedProcess(command, process.returncode, output, errors)

@@ -53,8 +53,8 @@ class WanAdapter(GuidedFamily):
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanRolloutPipeline"
     plan = PLAN
     attention = staticmethod(WanAttention)
-    # Four frames, one latent, are decoded at a time, so few bytes depend on a video's length. The
-    # columns of a convolution of 3 × 3 × 3 over 96 channels were seen on an H200.
+    # Four frames, one latent, are decoded at a time, so few bytes depend on a video's length. An
+    # H200 needed more than the tensors, by about the columns of 96 channels and 3 × 3 × 3 taps.
     decoding = Decoding(
         pixels={"cpu": 2**18, "cuda": 2**25},
         bytes_per_pixel=10_752,

@@ -21,7 +21,7 @@ FRAMES, HEIGHT, WIDTH = 17, 480, 832
 class Counting(TorchDispatchMode):
     """Keep the most bytes of the storages that are made and live, and of a convolution's columns.
 
-    Of a batch the columns of one sample are there at a time, as an H200 was seen to have them.
+    Of a batch the columns of one sample are there at a time: that comes closest to an H200's peak.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
