@@ -25,7 +25,7 @@ class SD3Adapter(ImageFamily):
     """Work with diffusers' own transformer, every engine's and vllm-omni's."""
 
     title = "Stable Diffusion 3 and 3.5"
-    published = {"3 medium, 2 B": "", "3.5 medium, 2.2 B": "1 × H200, eager", "3.5 large, 8 B": ""}
+    published = {"3 medium, 2 B": "", "3.5 medium, 2.2 B": "1 × H200", "3.5 large, 8 B": ""}
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = "SD3Transformer2DModel"
     rollout_pipeline = "megadiff.models.sd3.pipeline:SD3RolloutPipeline"

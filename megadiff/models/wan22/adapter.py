@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +52,14 @@ class WanAdapter(GuidedFamily):
     rollout_pipeline = "megadiff.models.wan22.pipeline:WanRolloutPipeline"
     plan = PLAN
     attention = staticmethod(WanAttention)
-    # Four frames, one latent, are decoded at a time, so few bytes depend on a video's length. An
-    # H200 needed more than the tensors, by about the columns of 96 channels and 3 × 3 × 3 taps.
+    # Four frames, one latent, are decoded at a time, so few bytes depend on a video's length. These
+    # are an H200's peaks, of the decoder alone. In a run with A14B it needed more, which nothing
+    # explains yet (docs/performance.md#video).
     decoding = Decoding(
         pixels={"cpu": 2**18, "cuda": 2**25},
-        bytes_per_pixel=10_752,
+        bytes_per_pixel=11_648,
         bytes_per_frame=18,
-        columns_per_pixel=27 * 96 * 4 * 2,
+        extra_per_pixel=20_736,
     )
     # VeOmni drops the last tokens' rotation where sp does not divide them, and cuts no timesteps:
     # its engine takes the stock module, so there is nothing to adapt_veomni_module()
@@ -105,8 +105,6 @@ class WanAdapter(GuidedFamily):
         check_sizes(path, vae, ("scale_factor_spatial", "scale_factor_temporal"))
         self.spatial = vae["scale_factor_spatial"]
         self.temporal = vae["scale_factor_temporal"]
-        if self.spatial == 16:  # TI2V-5B's VAE, which has 512 channels at half the size
-            self.decoding = replace(self.decoding, columns_per_pixel=27 * 512 * 4 * 2 // 4)
 
     def component_of(self, sigma: float) -> str:
         """Return the expert in charge: high noise from 1000·boundary_ratio on."""

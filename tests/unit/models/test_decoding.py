@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,7 @@ FRAMES, HEIGHT, WIDTH = 17, 480, 832
 
 
 class Counting(TorchDispatchMode):
-    """Keep the most bytes of the storages that are made and live, and of a convolution's columns.
-
-    Of a batch the columns of one sample are there at a time: that comes closest to an H200's peak.
-    """
+    """Keep the most bytes of the storages that are made and live."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -38,19 +35,14 @@ class Counting(TorchDispatchMode):
             if storage._cdata not in self._known:
                 self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
-        columns = 0
-        if function is torch.ops.aten.convolution.default and args[1].ndim == 5:
-            weight = args[1]
-            taps = prod(weight.shape[1:]) if prod(weight.shape[2:]) > 1 else 0
-            columns = taps * prod(out.shape[2:]) * out.element_size()
         live = sum(num_bytes for _, num_bytes in self._live.values())
-        self.most = max(self.most, live + columns)
+        self.most = max(self.most, live)
         return out
 
 
 @pytest.mark.parametrize("model", ["wan22_t2v_a14b", "wan22_ti2v_5b"])
 @pytest.mark.parametrize("rows", [1, 2, 4])
-def test_a_plan_counts_the_decoders_tensors_and_one_sample_s_columns(model, rows):
+def test_a_plan_counts_the_decoders_tensors(model, rows):
     folder = ROOT / "assets" / model
     adapter = build_adapter(folder)
     config = AutoencoderKLWan.load_config(folder / "vae")
@@ -63,7 +55,9 @@ def test_a_plan_counts_the_decoders_tensors_and_one_sample_s_columns(model, rows
     with torch.no_grad(), Counting(vae) as counted:
         vae.decode(latents)
 
-    planned = adapter.decoding.num_bytes(
+    tensors_alone = replace(adapter.decoding, extra_per_pixel=0)
+    planned = tensors_alone.num_bytes(
         rows, num_frames=FRAMES, height=HEIGHT, width=WIDTH, itemsize=2
     )
-    assert counted.most <= planned <= 1.15 * counted.most
+    # alone on an H200 they took up to 13 % more than is counted here
+    assert 1.05 * counted.most <= planned <= 1.2 * counted.most
