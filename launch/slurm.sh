@@ -190,7 +190,8 @@ fi
 look='megadiff train --dry-run --json --world-size "$1" --gpus-per-node "$2" "${@:3}" | python -c "
 import json, sys
 from pathlib import Path
-config = json.load(sys.stdin)[\"config\"]
+text = sys.stdin.read() or sys.exit(1)  # the error is told already
+config = json.loads(text)[\"config\"]
 print(Path(config[\"run\"][\"dir\"], config[\"run\"][\"name\"]).resolve())
 print(config[\"rollout\"][\"tp\"])" &&
   if [[ $0 ]]; then python -m megadiff.process.network "$0"; fi'

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megadiff.process.host_memory import free_bytes, take_host_memory, unlock_host_memory
+from megadiff.process.host_memory import free_bytes, take_host_memory
 from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import Progress
 
@@ -35,7 +35,8 @@ class CopyMemory:
         """Return a copy of the snapshot, None where the node has no memory for it."""
         num_bytes = snapshot.num_bytes
         if self._memory.nbytes < num_bytes:
-            self._resize(0)  # given back first, or both would be there for a moment
+            # given back first, or both would be there for a moment
+            self._memory = torch.empty(0, dtype=torch.uint8)
             free = free_bytes()
             if num_bytes > COPY_FRACTION * free:
                 if not self._has_warned:
@@ -48,13 +49,8 @@ class CopyMemory:
                     )
                 self._has_warned = True
                 return None
-            self._resize(num_bytes)
+            self._memory = take_host_memory(num_bytes, for_gpu=self._locks)
         return snapshot.copied(self._memory)
-
-    def _resize(self, num_bytes: int) -> None:
-        if self._locks:
-            unlock_host_memory(self._memory)
-        self._memory = take_host_memory(num_bytes, for_gpu=self._locks)
 
 
 class RankWrite:

@@ -112,6 +112,8 @@ def _machine_findings(config: Config | None, world_size: int) -> Iterator[Findin
     yield from machine.limit_findings(
         machine.read_limits(), num_sockets=_num_sockets(config, world_size)
     )
+    compiles = config is not None and (config.engine.compile or config.rollout.compile)
+    yield machine.compiler_finding(*machine.find_compiler(), is_needed=compiles)
     yield from _guarded("ports", QUICK_S, lambda: machine.port_findings(os.environ))
     for key, folder in _run_folders(config):
         yield from _guarded(key, QUICK_S, _folder_look(key, folder))

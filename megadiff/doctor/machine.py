@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import socket
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +112,28 @@ def limit_findings(limits: ProcessLimits, *, num_sockets: int = 0) -> Iterator[F
         yield ok("ulimit -s", text)
     else:
         yield warning("ulimit -s", text, fix=f"ulimit -s {STACK_BYTES // 1024}")
+
+
+def compiler_finding(compiler: str | None, header: Path, *, is_needed: bool) -> Finding:
+    """Say whether torch.compile can build its launchers.
+
+    compiler: its path, None for none. header: Python.h. is_needed: whether the config compiles.
+    """
+    text = f"{compiler or 'no C compiler'}, {header}{'' if header.is_file() else ' is not there'}"
+    if compiler and header.is_file():
+        return ok("compiler", text)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    fix = f"apt install gcc g++ python{version}-dev, or engine.compile=false rollout.compile=false"
+    if is_needed:
+        return error("compiler", f"{text}; compiled blocks need both", fix=fix)
+    return warning("compiler", f"{text}; engine.compile and rollout.compile need both", fix=fix)
+
+
+def find_compiler() -> tuple[str | None, Path]:
+    """Return the C compiler that torch and Triton take, and where this Python's headers begin."""
+    names = [os.environ.get("CC", ""), "gcc", "clang"]
+    compiler = next(filter(None, map(shutil.which, filter(None, names))), None)
+    return compiler, Path(sysconfig.get_path("include"), "Python.h")
 
 
 def _is_at_least(limit: int, needed: int) -> bool:

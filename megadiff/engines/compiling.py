@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+import torch._inductor.config
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 from torch.utils._pytree import tree_leaves
@@ -44,6 +45,9 @@ def compile_blocks(
     choose their activations each by itself.
     """
     torch._functorch.config.activation_memory_budget = budget
+    # It launches kernels without letting go of Python's lock (torch 2.11). Behind a collective that
+    # never ends the queue fills up, a launch waits, and with it the thread that saves.
+    torch._inductor.config.use_static_cuda_launcher = False
     # torch keeps 8 variants of a function and runs later ones uncompiled, with a warning only; here
     # are more: with and without gradient, text mask and LoRA, the last block, a smaller microbatch
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)

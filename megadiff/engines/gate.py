@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-IDLE_S = 10.0  # for a change that is on when the gate closes
+IDLE_S = 10.0  # for a step that is on when the gate closes
 
 
 class GateEndedError(RuntimeError):
@@ -32,7 +32,8 @@ class StepGate:
         self._device = device
         self._limit: int | None = None
         self._is_over = False
-        self._is_busy = False
+        self._is_busy = False  # with any change
+        self._is_stepping = False
         self._condition = threading.Condition(threading.Lock())
         self._changed: torch.cuda.Event | None = None
 
@@ -64,6 +65,7 @@ class StepGate:
             if self._is_over:
                 raise GateEndedError("a rescue has ended the gate")
             self._is_busy = True
+            self._is_stepping = is_step
 
         try:
             yield
@@ -76,17 +78,18 @@ class StepGate:
                 self._changed = torch.cuda.Event()
                 self._changed.record()
             with self._condition:
-                self._is_busy = False
+                self._is_busy = self._is_stepping = False
                 self._condition.notify_all()
 
     def close(self, limit: int | None = None) -> int:
         """Let no step begin beyond `limit`, by default the present count. Returns the count.
 
-        Raises TimeoutError when a change that is on does not end.
+        Other changes may go on: an exchange of 20 GB on the host takes some 20 s, and counts no
+        step. Raises TimeoutError when a step that is on does not end.
         """
         with self._condition:
             self._limit = -1  # none may slip in while one that is on ends
-            self._await_idle(IDLE_S)
+            self._await(lambda: not self._is_stepping, IDLE_S)
             self._limit = self.num_steps if limit is None else limit
             self._condition.notify_all()
             return self.num_steps
@@ -98,11 +101,11 @@ class StepGate:
             self._condition.notify_all()
 
     def end(self, timeout_s: float) -> None:
-        """Hold up every change from now on. Raises TimeoutError as close() does."""
+        """Hold up every change from now on. Raises TimeoutError when one that is on goes on."""
         with self._condition:
             self._is_over = True
             self._condition.notify_all()  # to those that do not wait for good
-            self._await_idle(timeout_s)
+            self._await(lambda: not self._is_busy, timeout_s)
 
     @contextmanager
     def after_changes(self) -> Iterator[None]:
@@ -121,8 +124,8 @@ class StepGate:
             yield
             stream.synchronize()
 
-    def _await_idle(self, timeout_s: float) -> None:
+    def _await(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         began = time.monotonic()
-        if not self._condition.wait_for(lambda: not self._is_busy, timeout_s):
+        if not self._condition.wait_for(is_over, timeout_s):
             seconds = time.monotonic() - began
             raise TimeoutError(f"weights were being changed for more than {seconds:.0f} s")

@@ -105,6 +105,7 @@ class ComponentState(ABC):
 
     def follow(self, decay: float) -> None:
         """Move the lagging policy towards the masters: decay · lagging + (1 − decay) · masters."""
+        self._await_queued()
         with self.gate.change():  # a rescue may save neither a half nor a later one
             for name, lagging in self._lagging.items():
                 lagging.lerp_(self._master(name).to(lagging.device), 1 - decay)
@@ -235,10 +236,16 @@ class ComponentState(ABC):
     def _swap(self, others: Mapping[str, Tensor], *, waits: bool = True) -> None:
         # what leaves may no longer change; it stays on the host until an update
         self._settle(waits=waits)
+        self._await_queued()
         with self.gate.change(waits=waits):
             self._exchange(others)
             self._exchanged = None if self._exchanged is others else others
         self._masters_changed()
+
+    def _await_queued(self) -> None:
+        """Wait for queued collectives outside of the gate, as another rank may never join them."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
     def _exchange(self, others: Mapping[str, Tensor]) -> None:
         """Exchange masters and other shards (on any device) in place, one tensor at a time."""

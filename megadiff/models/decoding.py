@@ -25,13 +25,11 @@ class Decoding:
     pixels: kind of device → the most pixels of a call, over all samples and frames.
     bytes_per_pixel: the decoder's bfloat16 activations for a pixel, in however many frames.
     bytes_per_frame: the same pixel in each frame of the video that grows.
-    extra_per_pixel: bytes of a pixel, once a call, that a whole run needed beside these.
     """
 
     pixels: Mapping[str, int]
     bytes_per_pixel: int
     bytes_per_frame: int = 0
-    extra_per_pixel: int = 0
 
     def num_rows(self, device: str, *, num_frames: int, height: int, width: int) -> int:
         """Return how many samples a call decodes, at least one."""
@@ -45,4 +43,4 @@ class Decoding:
         rows = min(rows, self.num_rows("cuda", num_frames=num_frames, height=height, width=width))
         per_pixel = self.bytes_per_pixel + self.bytes_per_frame * num_frames
         # all figures are for bfloat16, of 2 bytes a number
-        return height * width * (rows * per_pixel + self.extra_per_pixel) * itemsize // 2
+        return height * width * rows * per_pixel * itemsize // 2

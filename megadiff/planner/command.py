@@ -177,10 +177,10 @@ def to_text(network: Network) -> str:
         *_rows(plan),
         "",
         *_advice(plan),
-        *network_lines(network),
-        "",
-        *node_lines(config, world_size=machine.world_size, ranks_per_node=machine.gpus_per_node),
     ]
+    if plan.pick:
+        node = {"world_size": machine.world_size, "ranks_per_node": machine.gpus_per_node}
+        lines += [*network_lines(network), "", *node_lines(config, **node)]
 
     return "\n".join(lines)
 

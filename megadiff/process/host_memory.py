@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -20,21 +22,24 @@ def take_host_memory(num_bytes: int, *, for_gpu: bool) -> Tensor:
 
     Where the system refuses to lock it, copies are only slower.
     """
-    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    array = np.empty(num_bytes, np.uint8)
+    memory = torch.from_numpy(array)
     if not for_gpu or not num_bytes:
         return memory
+    address = memory.data_ptr()
     # Not by pin_memory: torch rounds its page-locked allocations up to powers of two.
-    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)):
+    if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)):
         # CUDA tells its next kernel of the error, so here is one.
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
+    else:
+        # Before it is freed: where the same address comes again, a GPU would copy to the old pages.
+        weakref.finalize(array, _unlock, address).atexit = False
     return memory
 
 
-def unlock_host_memory(memory: Tensor) -> None:
-    """Unlock what take_host_memory() returned for a GPU, before it is freed."""
-    if memory.nbytes:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+def _unlock(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def free_bytes() -> int:

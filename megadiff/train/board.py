@@ -184,6 +184,8 @@ def look_pause_s(world_size: int) -> float:
 def disagreement(states: list[RankState]) -> str:
     """Return '' when all ranks stand at one optimizer step of one attempt, else who does not."""
     for state in states:
+        if state.error:
+            return f"rank {state.rank} could not be saved: {state.error}"
         if not state.has_come("settled") and not state.is_alive():
             gone = f"rank {state.rank} (pid {state.pid} on {state.host.split('/')[0]})"
             return f"{gone} is gone, and its part of the weights with it"

@@ -86,7 +86,10 @@ def check(
     gaps: Figures = {}
     problem = ""
 
-    turns = range(fleet.rank, fleet.rank + num_replicas, fleet.num_ranks)
+    # Equally many on every rank, also where a node has lost a replica: calls are collective.
+    num_turns = math.ceil(num_replicas / fleet.num_ranks)
+    num_turns = int(all_reduce_max({"turns": num_turns}, mesh.cpu_group)["turns"])
+    turns = range(fleet.rank, fleet.rank + num_turns * fleet.num_ranks, fleet.num_ranks)
     for turn, (component, sampling), call in itertools.product(turns, samplings.items(), calls):
         # every rank makes equally many calls: some replicas may answer twice
         replica = checked[turn % num_replicas]

@@ -37,6 +37,7 @@ from megadiff.types import Progress
 logger = logging.getLogger(__name__)
 ANSWER_S = 30.0  # for a rank to say where it stands
 CATCH_UP_S = 10.0  # for ranks to come to the same optimizer step
+CHANGE_S = 120.0  # for an exchange of masters on the host to end
 WARN_S = 60.0  # between two warnings of a filesystem that does not answer
 SAVE_S = 1800.0  # for a rank to write its part; one of this node that is gone is seen at once
 RESCUE_S = 4 * SAVE_S  # for all: a rank writes, waits for the others' parts, then for rank 0
@@ -126,10 +127,15 @@ class Rescue:
         if self._is_last_step:
             self.engine.gate.close()
 
-    def leave_together(self, exit_code: int) -> None:
-        """Let the loop save and leave, as all ranks have agreed on. Only errors end it earlier."""
+    def leave_together(self, exit_code: int, any_rank: Callable[[bool], bool]) -> bool:
+        """Let the loop save and leave, as all ranks have agreed on. Only errors end it earlier.
+
+        False where a rescue has begun, as any_rank() tells: it saves for all. Collective.
+        """
         self.exit_code = exit_code
-        self._is_last_save = True
+        self._is_last_save = True  # first, so that no rescue begins meanwhile
+        self._is_last_save = not any_rank(bool(self._reason))
+        return self._is_last_save
 
     def say_stopped(self) -> None:
         """Say on rank 0 what is on disk, for people and for the launcher."""
@@ -222,10 +228,8 @@ class Rescue:
         """Bring all ranks to one optimizer step, save, and say in one line what came of it."""
         # this thread, which listened so far, is busy from here on
         threading.Thread(target=self._end_at_a_second_signal, daemon=True).start()
-        if (
-            self.board.own_state.rank == 0
-            and self._finished.progress.step > self.checkpoints.saved_step
-        ):
+        is_ahead = self._finished.progress.step > self.checkpoints.saved_step
+        if is_ahead and self.board.own_state.rank == 0:
             at_once = "; a second signal ends at once, without it"
             logger.warning("%s: saving%s", reason, at_once if self.requests.ends_process else "")
 
@@ -237,7 +241,7 @@ class Rescue:
         if is_new and not problem:
             problem = self._save(states)
         is_whole = not problem  # else a launcher might start a run that fails again and again
-        if not is_new and first.has_come("settled"):
+        if not is_new and not first.error and first.has_come("settled"):
             problem = ""  # whoever is missing takes nothing along that is not on disk
 
         # the first rank that is there tells the outcome for all
@@ -298,9 +302,7 @@ class Rescue:
     def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """Wait for the main thread to bring the condition about, as long as it can."""
         deadline = time.monotonic() + timeout_s
-        while not condition() and time.monotonic() < deadline:
-            if self._main_failed.is_set():
-                return
+        while not (condition() or self._main_failed.is_set()) and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def _say_where(self, phase: str, num_steps: int) -> None:
@@ -331,7 +333,7 @@ class Rescue:
                 write.wait(SAVE_S)
             else:
                 aside = self.checkpoints.begin_rescue(finished_step)
-                self.engine.save_now(aside, CATCH_UP_S)
+                self.engine.save_now(aside, CHANGE_S)
                 self.checkpoints.save_beside(aside, finished_step)
             self.board.say(phase="saved")
         except (OSError, ValueError, RuntimeError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megadiff.algorithms import Algorithm
@@ -11,7 +12,7 @@ from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.config.schema import Config
 from megadiff.engines.engine import Engine
 from megadiff.observe.events import Events
-from megadiff.parallel.collectives import agreed, all_reduce_max
+from megadiff.parallel.collectives import agreed, all_reduce_max, any_rank
 from megadiff.process.garbage import FirstRounds
 from megadiff.train.record import Recorder
 from megadiff.train.rescue import Rescue
@@ -48,7 +49,8 @@ class RunParts:
         if stops:
             # Before: it may take as long as a rollout, and a rescue may have to end it.
             self.checkpoints.settle_beside()
-            self.rescue.leave_together(code)
+            stops = self.rescue.leave_together(code, partial(any_rank, group=mesh.cpu_group))
+        if stops:
             self.checkpoints.save(self.engine, self.progress)
             self.checkpoints.settle()
         else:

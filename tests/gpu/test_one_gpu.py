@@ -1,5 +1,6 @@
 """What only a GPU can show: offload, sleep, the whole path on the device."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -197,10 +198,17 @@ def test_noise_has_the_same_identity_as_on_a_cpu(replica):
         assert torch.equal(latents_SLC[0], noise)
 
 
-def test_the_trainer_on_the_gpu(tiny_model, tmp_path):
-    """Two steps of the quickstart on cuda: the parity gate passes in float32 and the run learns
-    from finite numbers.
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "transformer_engine_fp8"])
+def test_the_trainer_on_the_gpu(fp8, tiny_model, tmp_path):
+    """Two steps of the quickstart on cuda, beside a replica: the parity gate passes, and the run
+    learns from finite numbers.
     """
+    engine = []
+    if fp8:
+        if not importlib.util.find_spec("transformer_engine"):
+            pytest.skip("Transformer Engine is not installed")
+        dtypes = ["model.dtype=bfloat16", "engine.dtype=bfloat16"]
+        engine = ["engine.backend=megatron", "engine.fp8=tensorwise", *dtypes]
     done = subprocess.run(
         [
             sys.executable,
@@ -214,6 +222,7 @@ def test_the_trainer_on_the_gpu(tiny_model, tmp_path):
             "track=[]",
             "rollout.num_replicas=1",
             "eval.every=0",
+            *engine,
         ],
         capture_output=True,
         text=True,
@@ -225,6 +234,7 @@ def test_the_trainer_on_the_gpu(tiny_model, tmp_path):
         json.loads(line)
         for line in (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert rows[0]["parity/log_prob_gap_max"] < 5e-5
+    if not fp8:
+        assert rows[0]["parity/log_prob_gap_max"] < 5e-5
     assert rows[0]["memory/parity_gib"] > 0 and rows[0]["memory/train_gib"] > 0
     assert all(row["optim/grad_norm"] > 0 for row in rows)

@@ -53,13 +53,11 @@ class WanAdapter(GuidedFamily):
     plan = PLAN
     attention = staticmethod(WanAttention)
     # Four frames, one latent, are decoded at a time, so few bytes depend on a video's length. These
-    # are an H200's peaks, of the decoder alone. In a run with A14B it needed more, which nothing
-    # explains yet (docs/performance.md#video).
+    # are an H200's peaks.
     decoding = Decoding(
         pixels={"cpu": 2**18, "cuda": 2**25},
         bytes_per_pixel=11_648,
         bytes_per_frame=18,
-        extra_per_pixel=20_736,
     )
     # VeOmni drops the last tokens' rotation where sp does not divide them, and cuts no timesteps:
     # its engine takes the stock module, so there is nothing to adapt_veomni_module()

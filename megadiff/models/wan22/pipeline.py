@@ -11,11 +11,13 @@ from typing import Any
 from diffusers.image_processor import VaeImageProcessor
 from PIL.Image import Image
 from torch import Tensor
+from vllm_omni.diffusion.layers.norm import RMSNormVAE
 from vllm_omni.diffusion.models.wan2_2 import Wan22I2VPipeline, Wan22Pipeline, pipeline_wan2_2_i2v
 
 from megadiff.models.pipeline_base import RolloutPipelineMixin
 from megadiff.models.wan22.adapter import WanAdapter
 from megadiff.models.wan22.plan import SERVED_NAMES
+from megadiff.models.wan22.vae_norm import use_stock_norms
 
 
 def to_tensor(image: Image) -> Tensor:
@@ -36,6 +38,7 @@ class WanRolloutMixin(RolloutPipelineMixin):
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         super().__init__(od_config=od_config, prefix=prefix)
+        use_stock_norms(self.vae, RMSNormVAE)
         # of plain requests: vllm-omni takes 0.875 for every model
         self.boundary_ratio = self.adapter.boundary_ratio
 

@@ -38,6 +38,8 @@ class HostMemory:
         (device,) = devices
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
 
+        # A thread begins on GPU 0, and leaving the stream would make a context there.
+        torch.cuda.set_device(device)
         # The default stream gathered the bucket.
         stream.wait_stream(torch.cuda.default_stream(device))
         with torch.cuda.stream(stream):

@@ -52,6 +52,24 @@ def test_small_shared_memory() -> None:
     assert machine.shared_memory_finding(GIB, bucket_mib=64, is_decided=True).status == "ok"
 
 
+def test_nothing_to_compile_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = tmp_path / "Python.h"
+    missing = machine.compiler_finding("/usr/bin/gcc", header, is_needed=True)
+    assert missing.status == "error" and f"{header} is not there" in missing.text
+    header.touch()
+    assert machine.compiler_finding("/usr/bin/gcc", header, is_needed=True).status == "ok"
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CC", "")
+    compiler, _ = machine.find_compiler()
+    none = machine.compiler_finding(compiler, header, is_needed=False)
+    assert none.status == "warning" and "no C compiler" in none.text and "gcc" in none.fix
+    own = tmp_path / "mycc"
+    own.touch(mode=0o755)
+    monkeypatch.setenv("CC", str(own))
+    assert machine.find_compiler()[0] == str(own)
+
+
 def test_limits() -> None:
     limits = machine.ProcessLimits(
         open_files=1024, locked=64 * 1024, stack=MIB, has_infiniband=True

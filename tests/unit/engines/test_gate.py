@@ -1,4 +1,6 @@
-"""A gate that a rescue has ended holds up changes, but not an error's way out."""
+"""A gate that a rescue closes holds up steps; one that it has ended all changes, but not an error's
+way out.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from megadiff.engines import gate as gate_module
 from megadiff.engines.gate import GateEndedError, StepGate
 
 WAIT_S = 20.0
@@ -55,3 +58,18 @@ def test_other_changes_and_steps_wait_for_good(gate: StepGate) -> None:
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()
+
+
+def test_closing_waits_for_a_step_and_not_for_an_exchange(
+    gate: StepGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate_module, "IDLE_S", 0.1)
+    with gate.change():
+        assert gate.close() == 0
+        with pytest.raises(TimeoutError, match="weights were being changed"):
+            gate.end(0.1)  # what is saved may not change meanwhile
+
+    other = StepGate(torch.device("cpu"))
+    with other.step(), pytest.raises(TimeoutError, match="weights were being changed"):
+        other.close()
+    assert other.close() == 1

@@ -168,6 +168,15 @@ def test_ranks_of_two_policies_are_not_saved_together():
     text = disagreement([first, replace(first, rank=1, steps=5)])
     assert text == ("rank 0 is at optimizer step 4, rank 1 at 5: their weights are of two policies")
     assert "rank 1 does not answer" in disagreement([first, replace(first, rank=1, phase="closed")])
+    failed = replace(first, rank=1, phase="", steps=0, error="OSError: no room")
+    assert disagreement([first, failed]) == "rank 1 could not be saved: OSError: no room"
+
+
+def test_a_rescue_that_has_begun_on_any_rank_saves_in_place_of_the_loop(tmp_path):
+    for elsewhere in (False, True):
+        (rank,) = laid_out(tmp_path / str(elsewhere), 1)
+        leaves = rank.rescue.leave_together(143, lambda begun, also=elsewhere: begun or also)
+        assert leaves is rank.rescue._is_last_save is not elsewhere
 
 
 def test_a_rank_that_never_steps_again_is_not_waited_for_long(tmp_path, caplog, monkeypatch):
@@ -282,7 +291,7 @@ def act(arguments: list[str]) -> int:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(2.5)
             assert rank.rescue.requests.agreed_code() == 143
-            rank.rescue.leave_together(143)
+            assert rank.rescue.leave_together(143, bool)
             raise SystemExit(143)
         if case == "no board":
             shutil.rmtree(rank.rescue.board.folder)
