@@ -237,7 +237,6 @@ class Rescue:
         first = states[0]
         is_new = first.finished_step > first.saved_step
         problem = disagreement(states)
-
         if is_new and not problem:
             problem = self._save(states)
         is_whole = not problem  # else a launcher might start a run that fails again and again
