@@ -12,10 +12,11 @@ from megadiff.doctor.machine import GIB
 from megadiff.models.registry import build_adapter
 from megadiff.planner.command import overrides
 from megadiff.planner.engine_memory import FLOAT32
-from megadiff.planner.memory_plan import Estimate, MemoryPlan, make_plan, model_shape
+from megadiff.planner.memory_plan import Estimate, MemoryPlan, make_plan
 from megadiff.planner.model_facts import ModelFacts, model_facts
 from megadiff.planner.options import gpu_of, machine_of
 from megadiff.planner.options import parser as plan_parser
+from megadiff.planner.work import model_shape
 from megadiff.process.words import counted
 from megadiff.train.check import check
 from megadiff.train.components import trained_components

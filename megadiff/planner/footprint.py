@@ -169,7 +169,9 @@ def replica_weights(
         if shapes is None:
             unknown.append(component)
             continue
-        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        # constants are counted apart: a replica keeps them while it sleeps
+        known = adapter.plan.constants
+        sizes = {name: math.prod(shape) for name, shape in shapes.items() if name not in known}
         served = sum(
             size for name, size in sizes.items() if sees_images or VISION_TOWER not in name
         )

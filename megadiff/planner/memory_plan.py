@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from math import prod
 
 from megadiff.algorithms import REFERENCE, build_algorithm
 from megadiff.config.load import ConfigError
-from megadiff.config.schema import Config, LoraConfig
+from megadiff.config.schema import Config
 from megadiff.config.validate import validate
 from megadiff.models.adapter import ModelAdapter
-from megadiff.parallel.lora import lora_shapes, lora_spec
 from megadiff.parallel.mesh import Layout, resolve_layout
 from megadiff.planner.activation_memory import activation_bytes
 from megadiff.planner.engine_memory import (
+    FLOAT32,
     ModelShape,
     Placing,
     Static,
@@ -29,9 +28,9 @@ from megadiff.planner.engine_memory import (
     static_bytes,
 )
 from megadiff.planner.footprint import Replicas, size_replicas
-from megadiff.planner.work import Machine, work_of
+from megadiff.planner.work import Machine, model_shape, work_of
 from megadiff.train.components import trained_components
-from megadiff.types import DTYPES, Shape
+from megadiff.types import DTYPES
 
 PHASES = ("rollout", "sync", "log_probs", "update")
 # of a process on a GPU: its CUDA context, kernels, NCCL; two take 3 to 4 GiB, measured on H200s
@@ -154,20 +153,6 @@ def _trained_shape(config: Config, adapter: ModelAdapter) -> ModelShape:
         # under LoRA every component has adapters
         num_frozen=0 if config.lora.rank else num_components - num_trained,
     )
-
-
-def model_shape(adapter: ModelAdapter, lora: LoraConfig) -> ModelShape:
-    """Describe the stock transformer, built without memory, with the config's low-rank tensors."""
-    shapes = _stock_shapes(adapter)
-    spec = lora_spec(lora, adapter.plan, shapes)
-    return ModelShape(
-        adapter=adapter, shapes=shapes, lora_spec=spec, lora=lora_shapes(spec, shapes)
-    )
-
-
-@cache
-def _stock_shapes(adapter: ModelAdapter) -> dict[str, Shape]:
-    return {name: tuple(p.shape) for name, p in adapter.empty_transformer().named_parameters()}
 
 
 def placings_of(machine: Machine) -> Iterator[Placing]:
@@ -313,6 +298,9 @@ def _phases(
         "average": static.average,
         "contexts": CONTEXT_BYTES * (1 + replicas.per_gpu),
     }
+    if model.constants:
+        num_copies = model.num_components * (1 + replicas.per_gpu)
+        resident["tables"] = FLOAT32 * model.constants * num_copies
     # on the host outside of updates, of an idle component within them too
     resting = resident | {"optimizer": 0, "average": 0} if offloads else resident
     # a shared base is among the trainer's parameters

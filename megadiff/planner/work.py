@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megadiff.algorithms import build_algorithm
-from megadiff.config.schema import Config
+from megadiff.config.schema import Config, LoraConfig
 from megadiff.engines.shared_base import shares_base
 from megadiff.engines.veomni import UNSHARDED_SHARE, unsharded_bytes
 from megadiff.models.adapter import ModelAdapter
+from megadiff.parallel.lora import lora_shapes, lora_spec
 from megadiff.planner.engine_memory import ModelShape, Placing, Work
 from megadiff.train.rows import rows_per_group, train_sampling
-from megadiff.types import DTYPES, Sampling
+from megadiff.types import DTYPES, Sampling, Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,3 +107,25 @@ def stream_itemsize(config: Config, dtype: str) -> int:
 def num_passes(adapter: ModelAdapter, sampling: Sampling) -> int:
     """Return the most forwards of one velocity, over all components."""
     return max(adapter.num_passes(component, sampling) for component in adapter.components)
+
+
+def model_shape(adapter: ModelAdapter, lora: LoraConfig) -> ModelShape:
+    """Describe the stock transformer, built without memory, with the config's low-rank tensors."""
+    shapes, constants = _stock_shapes(adapter)
+    spec = lora_spec(lora, adapter.plan, shapes)
+    return ModelShape(
+        adapter=adapter,
+        shapes=shapes,
+        lora_spec=spec,
+        lora=lora_shapes(spec, shapes),
+        constants=constants,
+    )
+
+
+@cache
+def _stock_shapes(adapter: ModelAdapter) -> tuple[dict[str, Shape], int]:
+    """Return a transformer's parameters, and the number of elements of its constants."""
+    module = adapter.empty_transformer()
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    buffers = dict(module.named_buffers())
+    return shapes, sum(buffers[name].numel() for name in adapter.plan.constants if name in buffers)

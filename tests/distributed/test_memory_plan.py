@@ -22,7 +22,7 @@ from megadiff.parallel.mesh import init_mesh, resolve_layout
 from megadiff.planner import engine_memory
 from megadiff.planner.activation_memory import kept_bytes
 from megadiff.planner.engine_memory import Placing, static_bytes
-from megadiff.planner.memory_plan import model_shape
+from megadiff.planner.work import model_shape
 from megadiff.types import DTYPES
 from tests.distributed.engines import LOSS, only, train_batch
 from tests.distributed.ranks import run_ranks

@@ -18,7 +18,6 @@ from megadiff.engines import veomni
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.parallel.mesh import resolve_layout
 from megadiff.planner.engine_memory import ModelShape, Placing, Work
-from megadiff.planner.memory_plan import model_shape
 from megadiff.planner.network import (
     FEATURES,
     GRADIENTS,
@@ -31,6 +30,7 @@ from megadiff.planner.network import (
     push_traffic,
     step_traffic,
 )
+from megadiff.planner.work import model_shape
 from tests.distributed.collectives_count import CountedCollectives
 from tests.distributed.engines import LOSS, build, mine, only
 from tests.distributed.ranks import run_ranks

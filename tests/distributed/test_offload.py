@@ -25,7 +25,7 @@ from megadiff.engines.offload import Place
 from megadiff.engines.sharded import NonFiniteError
 from megadiff.parallel.mesh import Layout
 from megadiff.planner.engine_memory import STEP_COUNTER, Placing, static_bytes
-from megadiff.planner.memory_plan import model_shape
+from megadiff.planner.work import model_shape
 from megadiff.tensors.fingerprint import fingerprints
 from tests.distributed.engines import LOSS, at_step, build, differing, mine, only
 from tests.distributed.ranks import run_ranks

@@ -8,7 +8,7 @@ from megadiff.cli.main import main
 from megadiff.config.schema import LoraConfig
 from megadiff.models.registry import build_adapter
 from megadiff.planner.engine_memory import ModelShape
-from megadiff.planner.memory_plan import model_shape
+from megadiff.planner.work import model_shape
 from tests.unit.planner.recipe import EAGER, MODEL, RECIPE, ROOT
 from tests.unit.shared_adapters import adapters_are_shared
 

@@ -29,7 +29,7 @@ from megadiff.planner.engine_memory import (
     megatron_buffer,
     static_bytes,
 )
-from megadiff.planner.memory_plan import model_shape
+from megadiff.planner.work import model_shape
 from megadiff.types import DTYPES
 from tests.extra import cases
 from tests.kept_activations import activation_work, kept_by_autograd

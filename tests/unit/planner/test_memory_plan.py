@@ -216,14 +216,14 @@ def test_videos_are_planned_by_their_own_block(capsys, monkeypatch):
         return json.loads(capsys.readouterr().out)
 
     monkeypatch.chdir(ROOT)
-    alone, other_text, from_image, longer, smaller = (
+    alone, other_text, from_image, longer, larger = (
         plan(*arguments)
         for arguments in (
             (),
             ("--text-tokens", "7"),
             ("rollout.images=true",),
             ("rollout.num_frames=97",),
-            ("rollout.height=256", "rollout.width=256"),
+            ("rollout.height=704", "rollout.width=1280"),
         )
     )
     layouts = {
@@ -233,8 +233,8 @@ def test_videos_are_planned_by_their_own_block(capsys, monkeypatch):
     assert [each["work"]["image_tokens"] for each in layouts.values()] == [5070, 5070]
     activations = [each["phases"]["update"]["activations"] for each in layouts.values()]
     assert 1.2 * activations[0] < activations[1] < 3 * activations[0]
-    working = [found["replicas"]["working"] for found in (alone, longer, smaller)]
-    assert working[2] < working[0] < working[1]
+    working = [found["replicas"]["working"] for found in (alone, longer, larger)]
+    assert working[0] < working[1] < working[2]
 
 
 def test_supervised_training_has_an_average_and_no_rollout(plan):
