@@ -31,6 +31,7 @@ from megadiff.types import TrainBatch
 from tests.distributed.engines import LOSS, build, differing, gradient_shards, whole
 from tests.distributed.ranks import run_ranks
 from tests.distributed.two_experts import HIGH, LOW, WINDOWS, batch_of, exact, held
+from tests.extra import cases
 
 LAYOUTS = {  # engine, sizes of the axes on two ranks
     "veomni_dp2": ("veomni", {}),
@@ -40,6 +41,8 @@ LAYOUTS = {  # engine, sizes of the axes on two ranks
     "megatron_tp2": ("megatron", {"tp": 2}),
     "megatron_tp2_whole_tokens": ("megatron", {"tp": 2, "sequence_parallel": False}),
 }
+OTHERS = [name for name in LAYOUTS if name != "veomni_dp2"]
+LIKE_OTHERS = ("megatron_sp2", "megatron_tp2_whole_tokens")
 RESUMED = (
     "veomni_dp2",
     "megatron_dp2",
@@ -121,7 +124,7 @@ def run(
     return run_once
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, extra_ones=LIKE_OTHERS))
 def test_gradients_and_figures_are_those_of_stock_diffusers(layout, run, reference):
     for windows in ("apart", "mixed"):
         expected, found = (
@@ -148,7 +151,7 @@ def test_gradients_and_figures_are_those_of_stock_diffusers(layout, run, referen
         assert pairs == [4.0, 8.0]  # of 16, without those of the group that has no weight
 
 
-@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each != "veomni_dp2"])
+@pytest.mark.parametrize("layout", cases(OTHERS, extra_ones=LIKE_OTHERS))
 def test_every_layout_trains_alike(layout, run):
     expected, found = (
         json.loads((run(each) / "figures.json").read_text()) for each in ("veomni_dp2", layout)

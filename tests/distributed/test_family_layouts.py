@@ -6,6 +6,7 @@ Qwen-Image has tests of its own (test_tensor_parallel, test_engine_layouts), wit
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,6 +33,7 @@ from tests.distributed.sharded_model import (
     patched,
     write_references,
 )
+from tests.extra import cases
 
 LAYOUTS = {
     2: [
@@ -44,6 +46,7 @@ LAYOUTS = {
 }
 WITHOUT_SP, WITH_SP = Layout(tp=2, sequence_parallel=False), Layout(tp=2)
 NAMES = [name for name in FAMILIES if name != "qwen_image"]
+LIKE_OTHERS = [("edit_2509", 4), ("wan21_t2v", 4), ("wan22_i2v", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +65,9 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Folders()
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "world_size"), cases(product(NAMES, LAYOUTS), extra_ones=LIKE_OTHERS)
+)
 def test_equals_the_unsharded_transformer(
     name: str, world_size: int, pipelines: dict[str, Path]
 ) -> None:

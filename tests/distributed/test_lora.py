@@ -45,6 +45,7 @@ from tests.distributed.engines import (
     write_gradients,
 )
 from tests.distributed.ranks import run_ranks
+from tests.extra import cases
 from tests.lora_tensors import write_lora
 
 RANK, ALPHA = 3, 7.5  # divides nothing, and a scale that is neither 1 nor a power of two
@@ -64,6 +65,7 @@ LAYOUTS = {  # engine, world size, sizes of the axes, budget
     "megatron_tp4": ("megatron", 4, {"tp": 4}, 1.0),
     "megatron_tp2_sp2": ("megatron", 4, {"tp": 2, "sp": 2}, 0.5),
 }
+LIKE_OTHERS = ("megatron_tp2_whole_tokens", "megatron_tp2_sp2")
 TARGETS = ("to_q", "attn.add_k_proj", "img_mlp.net.2")
 STEPS, SAVED_STEP, LR, WEIGHT_DECAY, MAX_NORM = 4, 2, 5e-3, 1e-1, 0.05
 
@@ -158,7 +160,7 @@ def run(
     return run_once
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, extra_ones=LIKE_OTHERS))
 def test_gradients_norms_and_weights_are_those_of_peft(layout, tiny_model, start, run, peft_run):
     _, shapes = _lora(tiny_model)
     for scale in (1.0, 4.0):

@@ -26,6 +26,7 @@ from megadiff.planner.work import model_shape
 from megadiff.types import DTYPES
 from tests.distributed.engines import LOSS, only, train_batch
 from tests.distributed.ranks import run_ranks
+from tests.extra import cases
 from tests.kept_activations import activation_work, kept_by_autograd
 
 # backend, engine.dtype, world size, sizes, sequence parallelism, Megatron's bucket size, lora.rank
@@ -81,10 +82,17 @@ Z_IMAGE_CASES = {
     "z_image_megatron_tp2_SP": ("megatron", "float32", 2, {"tp": 2}, True, 0, 0),
 }
 CASES = QWEN_CASES | WAN_CASES | Z_IMAGE_CASES
+LIKE_OTHERS = (
+    "veomni_dp3_lora",
+    "megatron_tp2_SP",
+    "megatron_tp2_lora",
+    "wan_veomni_sp2",
+    "z_image_veomni_sp2",
+)
 AVERAGE_DECAY = 0.9
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, extra_ones=LIKE_OTHERS))
 def test_plan_is_what_the_engine_allocates(case, tiny_model, tiny_wan, tmp_path, monkeypatch):
     """What stays is equal to the byte, on the fullest rank; what a forward keeps within bounds."""
     backend, dtype, world_size, sizes, sequence_parallel, bucket_size, rank = CASES[case]

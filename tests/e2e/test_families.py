@@ -161,6 +161,8 @@ class World:
 
 
 RUNS = [name for name, family in FAMILIES.items() if family.has_runs]
+LIKE_OTHERS = ("wan21", "wan22_i2v", "edit_2511")  # their runs; their gates are tried
+ON_0_28 = ("wan21", "z_image", "edit_2511", "bagel")
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +229,7 @@ def test_the_gate_finds_each_fault(world: World, tmp_path: Path) -> None:
     assert not missed
 
 
-@pytest.mark.parametrize("world", cases(RUNS, extra_ones=("wan21",)), indirect=True)
+@pytest.mark.parametrize("world", cases(RUNS, extra_ones=ON_0_28), indirect=True)
 def test_the_gate_passes_on_the_gpu_hosts_vllm_omni(world: World, tmp_path: Path) -> None:
     """Weights are pushed to a replica of 0.26, which samples with guidance."""
     overlay = os.environ.get("MEGADIFF_OVERLAY026", "")
@@ -253,7 +255,7 @@ def test_the_gate_passes_on_the_gpu_hosts_vllm_omni(world: World, tmp_path: Path
     assert gaps[GAP] <= 1e-7 and gaps[UNLIKE_GAP] <= 1e-7, gaps
 
 
-@pytest.mark.parametrize("world", cases(RUNS, extra_ones=("wan21",)), indirect=True)
+@pytest.mark.parametrize("world", cases(RUNS, extra_ones=LIKE_OTHERS), indirect=True)
 def test_layout_does_not_matter(world: World) -> None:
     """Three steps, each from pushed weights: whole, and split in two. The gate has its own test."""
     expected_rows = world.run("one").rows
@@ -265,7 +267,7 @@ def test_layout_does_not_matter(world: World) -> None:
         assert row["loss/policy"] == pytest.approx(expected["loss/policy"], rel=2e-4, abs=2e-7)
 
 
-@pytest.mark.parametrize("world", cases(RUNS, extra_ones=("wan21",)), indirect=True)
+@pytest.mark.parametrize("world", cases(RUNS, extra_ones=LIKE_OTHERS), indirect=True)
 def test_lora_is_bound_in_every_layer(world: World) -> None:
     """Each push is verified by the fingerprints of what the replica bound, fused layers too; the
     run goes on under another layout.

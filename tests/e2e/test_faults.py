@@ -21,6 +21,7 @@ from tests.e2e.conftest import GATED
 from tests.e2e.servers import fork_replica
 from tests.e2e.test_rescue import forked_trainer, give_replicas_back, rows_of
 from tests.e2e.test_stop import EX_TEMPFAIL
+from tests.extra import cases
 
 LONG_PROMPT = "a red " + "very " * 399 + "x"  # 2002 characters
 
@@ -227,7 +228,10 @@ def test_separate_replicas_come_and_go_and_no_bit_changes(trainer, registry, sta
     assert rows_of(calm.folder) == disturbed
 
 
-@pytest.mark.parametrize(("how", "num_replicas"), [(signal.SIGTERM, 2), (signal.SIGKILL, 1)])
+@pytest.mark.parametrize(
+    ("how", "num_replicas"),
+    cases([(signal.SIGTERM, 2), (signal.SIGKILL, 1)], extra_ones=[(signal.SIGTERM, 2)]),
+)
 def test_no_orphan_is_left(trainer, start, how, num_replicas):
     process = start("train.num_steps=1000", f"rollout.num_replicas={num_replicas}")
     _wait_for(lambda: (trainer.folder / "run" / "metrics.jsonl").exists())

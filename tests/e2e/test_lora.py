@@ -21,6 +21,7 @@ from megadiff.sync.bucket import encode_bucket
 from megadiff.tensors.manifest import folder_manifest
 from tests.distributed.ranks import run_ranks
 from tests.e2e.conftest import GATED, ROOT, Result
+from tests.extra import cases
 
 MEGATRON = "engine.backend=megatron"
 RANK, ALPHA = 4, 8
@@ -64,7 +65,7 @@ def reference(runs):
     return runs("whole", 1, *WHOLE)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cases(LAYOUTS, extra_ones=("megatron_tp2_dp2",)))
 def test_every_layout_and_transport_gives_the_same_metrics(runs, reference, name):
     num_ranks, overrides = LAYOUTS[name]
     rows = runs(name, num_ranks, GATED, *overrides, "rollout.num_replicas=2").rows

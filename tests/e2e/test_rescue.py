@@ -24,6 +24,7 @@ from megadiff.cli.train import main
 from megadiff.rollout.limits import RUN_HEADER
 from tests.distributed.ranks import Command
 from tests.e2e.servers import ENVIRONMENT
+from tests.extra import cases
 
 FAULT = "reward.fault.type=tests.e2e.failing_step:FailingStep"
 NO_FAULT = "reward.fault.args.step=1000"
@@ -228,7 +229,9 @@ def test_one_ranks_error_saves_every_ranks_part(trainer, shared, start):
     assert [row["step"] for row in again.rows] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", cases((signal.SIGKILL, signal.SIGINT), extra_ones=(signal.SIGINT,))
+)
 def test_ranks_end_with_torchrun_and_save(shared, start, number):
     running = start(*shared, "train.num_steps=1000", "parallel.dp=2", num_processes=2)
     running.wait_for_rows(2)
