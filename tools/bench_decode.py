@@ -1,13 +1,13 @@
-"""Milliseconds and memory of decoding a call's images or videos by a model's VAE, random weights.
+"""Milliseconds and memory of decoding a call's images or videos by Qwen-Image's or Wan's VAE.
 
     python tools/bench_decode.py [--samples 16] [--size 512] [--rows 4 16] [--model FOLDER]
     python tools/bench_decode.py --model assets/wan22_t2v_a14b --frames 17 --size 480 832 \\
         --samples 2 --rows 1 2
 
-Prints a line of JSON for the decoder as replicas run it, with its weights' channels last, and
-compiled where the family compiles it; each for so many samples at once as --rows says. gib is the
-peak beside the weights, planned_gib what `megadiff plan` counts for it, reserved_gib what the
-allocator took for it. Without a GPU it runs on the CPU.
+Weights are random. Prints a line of JSON for the decoder as replicas run it, with its weights'
+channels last, and compiled where the family compiles it; each for so many samples at once as --rows
+says. gib is the peak beside the weights, planned_gib what `megadiff plan` counts for it,
+reserved_gib what the allocator took for it. Without a GPU it runs on the CPU.
 """
 
 from __future__ import annotations

@@ -107,6 +107,12 @@ class StepGate:
             self._condition.notify_all()  # to those that do not wait for good
             self._await(lambda: not self._is_busy, timeout_s)
 
+    def check_open(self) -> None:
+        """Raise GateEndedError where a rescue has ended the gate."""
+        with self._condition:
+            if self._is_over:
+                raise GateEndedError("a rescue has ended the gate")
+
     @contextmanager
     def after_changes(self) -> Iterator[None]:
         """Run GPU work on a stream of its own, after the changes that were asked for so far.

@@ -236,6 +236,8 @@ class ComponentState(ABC):
     def _swap(self, others: Mapping[str, Tensor], *, waits: bool = True) -> None:
         # what leaves may no longer change; it stays on the host until an update
         self._settle(waits=waits)
+        if not waits:
+            self.gate.check_open()  # before what may never end
         self._await_queued()
         with self.gate.change(waits=waits):
             self._exchange(others)

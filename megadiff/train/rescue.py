@@ -132,9 +132,9 @@ class Rescue:
 
         False where a rescue has begun, as any_rank() tells: it saves for all. Collective.
         """
-        self.exit_code = exit_code
         self._is_last_save = True  # first, so that no rescue begins meanwhile
         self._is_last_save = not any_rank(bool(self._reason))
+        self.exit_code = exit_code if self._is_last_save else self.exit_code
         return self._is_last_save
 
     def say_stopped(self) -> None:

@@ -23,7 +23,10 @@ def gate() -> StepGate:
 def test_a_change_that_does_not_wait_is_refused_after_the_end(gate: StepGate) -> None:
     with gate.change(waits=False):
         pass
+    gate.check_open()
     gate.end(WAIT_S)
+    with pytest.raises(GateEndedError):
+        gate.check_open()
     with pytest.raises(GateEndedError), gate.change(waits=False):
         raise AssertionError("it changes what a rescue saves")
     assert not gate.is_torn

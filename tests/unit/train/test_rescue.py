@@ -168,8 +168,10 @@ def test_ranks_of_two_policies_are_not_saved_together():
     text = disagreement([first, replace(first, rank=1, steps=5)])
     assert text == ("rank 0 is at optimizer step 4, rank 1 at 5: their weights are of two policies")
     assert "rank 1 does not answer" in disagreement([first, replace(first, rank=1, phase="closed")])
-    failed = replace(first, rank=1, phase="", steps=0, error="OSError: no room")
+    failed = replace(first, rank=1, phase="closed", steps=0, error="OSError: no room")
     assert disagreement([first, failed]) == "rank 1 could not be saved: OSError: no room"
+    # one that is ahead and fails to write does not keep others from writing: rank 0 waits for them
+    assert disagreement([first, replace(first, rank=1, error="OSError: no room")]) == ""
 
 
 def test_a_rescue_that_has_begun_on_any_rank_saves_in_place_of_the_loop(tmp_path):
