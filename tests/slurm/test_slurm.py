@@ -28,7 +28,8 @@ def test_separate_run_goes_on_after_a_stop_and_after_a_killed_rank(submit, one_p
     cluster.on(run.job.nodes()[1], "pkill", "-KILL", "-f", title)
     run.ends("COMPLETED")
     one_process.ends("COMPLETED")
-    assert run.log.read_text().count(": queued again\n") == 2
+    log = run.log.read_text()
+    assert log.count(": queued again\n") == 2, log
     assert (run.folder / "logs/latest").readlink().name == f"{run.job.number}.2"
     assert_close(run.rows(), one_process.steps(6))
 
