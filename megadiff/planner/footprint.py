@@ -170,8 +170,8 @@ def replica_weights(
             unknown.append(component)
             continue
         # constants are counted apart: a replica keeps them while it sleeps
-        known = adapter.plan.constants
-        sizes = {name: math.prod(shape) for name, shape in shapes.items() if name not in known}
+        constants = adapter.plan.constants
+        sizes = {name: math.prod(shape) for name, shape in shapes.items() if name not in constants}
         served = sum(
             size for name, size in sizes.items() if sees_images or VISION_TOWER not in name
         )
