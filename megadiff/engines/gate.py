@@ -62,8 +62,7 @@ class StepGate:
 
         with self._condition:
             self._condition.wait_for(may_begin)
-            if self._is_over:
-                raise GateEndedError("a rescue has ended the gate")
+            self.check_open()
             self._is_busy = True
             self._is_stepping = is_step
 
@@ -109,9 +108,8 @@ class StepGate:
 
     def check_open(self) -> None:
         """Raise GateEndedError where a rescue has ended the gate."""
-        with self._condition:
-            if self._is_over:
-                raise GateEndedError("a rescue has ended the gate")
+        if self._is_over:
+            raise GateEndedError("a rescue has ended the gate")
 
     @contextmanager
     def after_changes(self) -> Iterator[None]:

@@ -43,7 +43,7 @@ class ModelShape:
     shapes: name → shape of every parameter of a component, without LoRA's.
     lora: name → shape of every low-rank tensor, which then alone is trained; else empty.
     num_frozen: of num_components, those that are never updated.
-    constants: elements of the plan's constants, whole and in float32 wherever the model is.
+    num_constants: elements of the plan's constants, whole and in float32 wherever the model is.
     Sizes below are of one component.
     """
 
@@ -53,7 +53,7 @@ class ModelShape:
     lora: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     num_components: int = 1
     num_frozen: int = 0
-    constants: int = 0
+    num_constants: int = 0
 
     @property
     def plan(self) -> ParallelPlan:

@@ -298,9 +298,9 @@ def _phases(
         "average": static.average,
         "contexts": CONTEXT_BYTES * (1 + replicas.per_gpu),
     }
-    if model.constants:
+    if model.num_constants:
         num_copies = model.num_components * (1 + replicas.per_gpu)
-        resident["tables"] = FLOAT32 * model.constants * num_copies
+        resident["constants"] = FLOAT32 * model.num_constants * num_copies
     # on the host outside of updates, of an idle component within them too
     resting = resident | {"optimizer": 0, "average": 0} if offloads else resident
     # a shared base is among the trainer's parameters

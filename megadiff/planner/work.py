@@ -111,14 +111,14 @@ def num_passes(adapter: ModelAdapter, sampling: Sampling) -> int:
 
 def model_shape(adapter: ModelAdapter, lora: LoraConfig) -> ModelShape:
     """Describe the stock transformer, built without memory, with the config's low-rank tensors."""
-    shapes, constants = _stock_shapes(adapter)
+    shapes, num_constants = _stock_shapes(adapter)
     spec = lora_spec(lora, adapter.plan, shapes)
     return ModelShape(
         adapter=adapter,
         shapes=shapes,
         lora_spec=spec,
         lora=lora_shapes(spec, shapes),
-        constants=constants,
+        num_constants=num_constants,
     )
 
 

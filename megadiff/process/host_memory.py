@@ -22,20 +22,29 @@ def take_host_memory(num_bytes: int, *, for_gpu: bool) -> Tensor:
 
     Where the system refuses to lock it, copies are only slower.
     """
-    array = np.empty(num_bytes, np.uint8)
-    memory = torch.from_numpy(array)
-    if not for_gpu or not num_bytes:
-        return memory
-    address = memory.data_ptr()
-    # Not by pin_memory: torch rounds its page-locked allocations up to powers of two.
-    if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)):
+    if not for_gpu:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    memory, code = lock_host_memory(num_bytes)
+    if code:
         # CUDA tells its next kernel of the error, so here is one.
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
-    else:
-        # Before it is freed: where the same address comes again, a GPU would copy to the old pages.
-        weakref.finalize(array, _unlock, address).atexit = False
     return memory
+
+
+def lock_host_memory(num_bytes: int) -> tuple[Tensor, int]:
+    """Return uint8 memory and CUDA's error code: 0 where it is page-locked until it is freed."""
+    array = np.empty(num_bytes, np.uint8)
+    memory = torch.from_numpy(array)
+    if not num_bytes:
+        return memory, 0
+    address = memory.data_ptr()
+    # Not by pin_memory: torch rounds its page-locked allocations up to powers of two.
+    code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+    if not code:
+        # Else a GPU would copy to the old pages where the same address comes again.
+        weakref.finalize(array, _unlock, address).atexit = False
+    return memory, code
 
 
 def _unlock(address: int) -> None:

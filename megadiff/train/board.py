@@ -70,11 +70,11 @@ class RankState:
 
     def has_come(self, phase: str) -> bool:
         """Say whether it is in the phase or beyond; one that failed goes no further."""
-        return bool(self.error) or PHASES.index(self.phase) >= PHASES.index(phase)
+        return bool(self.error) or self.has_reached(phase)
 
-    def has_settled(self) -> bool:
-        """Say whether it stands at its last optimizer step, though writing may fail later."""
-        return PHASES.index(self.phase) >= PHASES.index("settled")
+    def has_reached(self, phase: str) -> bool:
+        """Say whether it was in the phase, whatever failed later."""
+        return PHASES.index(self.phase) >= PHASES.index(phase)
 
     def is_alive(self) -> bool:
         """Say whether the process runs; one on another host is taken to."""
@@ -188,7 +188,7 @@ def look_pause_s(world_size: int) -> float:
 def disagreement(states: list[RankState]) -> str:
     """Return '' when all ranks stand at one optimizer step of one attempt, else who does not."""
     for state in states:
-        if state.error and not state.has_settled():
+        if state.error and not state.has_reached("settled"):
             return f"rank {state.rank} could not be saved: {state.error}"
         if not state.has_come("settled") and not state.is_alive():
             gone = f"rank {state.rank} (pid {state.pid} on {state.host.split('/')[0]})"

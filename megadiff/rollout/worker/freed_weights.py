@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megadiff.process.host_memory import lock_host_memory
+
 ALIGNMENT = 512  # bytes: each copy on the host starts at a multiple, whatever its dtype
 
 
@@ -110,12 +112,12 @@ def _host_buffers(sizes: list[int], *, lock: bool) -> list[Tensor]:
 
     Raises RuntimeError where memory cannot be locked.
     """
-    # Not by pin_memory: torch rounds its page-locked allocations up to powers of two.
     ends = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
-    memory = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8)
+    num_bytes = ends[-1] if ends else 0
+    memory = torch.empty(0 if lock else num_bytes, dtype=torch.uint8)
 
-    if lock and ends:
-        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if lock:
+        memory, code = lock_host_memory(num_bytes)
         if code:
             raise RuntimeError(
                 f"{memory.nbytes / 2**30:.1f} GiB of host memory for a sleeping replica's text "
