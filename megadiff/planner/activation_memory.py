@@ -21,8 +21,8 @@ MLP_TENSORS = 2  # of the MLP's width: before and after its activation, or their
 # by the partition that torch.compile makes. SD3's share is the same. Others have less, so that
 # their plans err on the safe side: Wan 0.61, BAGEL 0.58, Z-Image 0.43.
 COMPILED = 0.68
-# With LoRA the count says 0.84, and an H200 needed 0.50 at budgets of 0.25 to 0.75. It needed 2 GiB
-# more for all else than planned, which 0.7 has room for (docs/performance.md, Memory).
+# With LoRA the count says 0.84. On an H200 15 blocks needed 0.50 at budgets of 0.25 to 0.75, and
+# 2 GiB more for all else than planned, so 0.7 is within 6 % (docs/performance.md, Memory).
 COMPILED_LORA = 0.7
 
 
