@@ -21,9 +21,10 @@ MLP_TENSORS = 2  # of the MLP's width: before and after its activation, or their
 # by the partition that torch.compile makes. SD3's share is the same. Others have less, so that
 # their plans err on the safe side: Wan 0.61, BAGEL 0.58, Z-Image 0.43.
 COMPILED = 0.68
-# With LoRA the count says 0.84. On an H200 15 blocks needed 0.50 at budgets of 0.25 to 0.75, and
+COMPILED_LORA = 0.84
+# Of a budget below 1. On an H200 15 blocks with LoRA needed 0.50 at budgets of 0.25 to 0.75, and
 # 2 GiB more for all else than planned, so 0.7 is within 6 % (docs/performance.md, Memory).
-COMPILED_LORA = 0.7
+BUDGETED_LORA = 0.7
 
 
 def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
@@ -76,7 +77,9 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
 
 def _block_bytes(model: ModelShape, placing: Placing, work: Work) -> list[float]:
     """Return what each block saves that keeps all."""
-    compiled = COMPILED_LORA if model.lora else COMPILED
+    compiled = COMPILED
+    if model.lora:
+        compiled = COMPILED_LORA if work.budget == 1 else BUDGETED_LORA
     rows = _saved(model, work).whole.blocks
     share = compiled if work.compiled else 1
     return [share * _row_bytes(row, model, placing, work) for row in rows]
