@@ -22,9 +22,11 @@ MLP_TENSORS = 2  # of the MLP's width: before and after its activation, or their
 # their plans err on the safe side: Wan 0.61, BAGEL 0.58, Z-Image 0.43.
 COMPILED = 0.68
 COMPILED_LORA = 0.84
-# Of a budget below 1. On an H200 15 blocks with LoRA needed 0.50 at budgets of 0.25 to 0.75, and
-# 2 GiB more for all else than planned, so 0.7 is within 6 % (docs/performance.md, Memory).
-BUDGETED_LORA = 0.7
+# What torch's partition keeps of that where a budget below 1 allows it: every matrix product, and
+# norms as well. Counted with LoRA on Qwen-Image and SD3: 0.442 to 0.448 and 0.598 to 0.613. These
+# are a little more. A budget reaches them at SOONEST of them, as blocks differ.
+STAGES = (0.45, 0.64)
+SOONEST = 0.94
 
 
 def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, training: bool) -> int:
@@ -41,48 +43,110 @@ def activation_bytes(model: ModelShape, placing: Placing, work: Work, *, trainin
 
     if not training:
         return round(at_work)
-    # a recomputed block saves all of its own for a while
-    again = max(_block_bytes(model, placing, work)) if work.budget < 1 else 0
+    again = _recomputed_bytes(model, placing, work)
     return kept_bytes(model, placing, work) + round(again + at_work)
+
+
+def _recomputed_bytes(model: ModelShape, placing: Placing, work: Work) -> float:
+    """Return what a block saves for a while whose forward is computed again."""
+    if work.budget == 1:
+        return 0.0
+    whole = _whole_blocks(model, placing, work)
+    if not _has_budget(placing, work):
+        return max(whole)
+    kept = _kept_within_budget(model, placing, work)
+    return max(of_whole - of_kept for of_whole, of_kept in zip(whole, kept, strict=True))
 
 
 def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
     """Return what autograd keeps of the forward passes before a backward.
 
-    Of a compiled block these are its inputs and the budget's share of the rest. Others keep all,
-    or their inputs alone.
+    Of a compiled block these are its inputs and what the budget lets it keep of the rest. Others
+    keep all, or their inputs alone.
     """
-    num_blocks = model.num_blocks
-    kept_shares = [work.budget] * num_blocks
-    # VeOmni's exchanges for Ulysses cut a block into several graphs, so whole blocks are chosen
-    is_cut = placing.backend == "veomni" and placing.layout.sp > 1
-    if not work.compiled or is_cut:
-        whole_blocks = kept_blocks(num_blocks, work.budget)
-        kept_shares = [float(block in whole_blocks) for block in range(num_blocks)]
-
     saved = _saved(model, work)
+    if _has_budget(placing, work):
+        keeps_all = work.budget == 1
+        beyond_inputs = _kept_within_budget(model, placing, work)
+        kept = list(map(sum, zip(_input_bytes(model, placing, work), beyond_inputs, strict=True)))
+    else:
+        whole = _whole_blocks(model, placing, work)
+        whole_blocks = kept_blocks(model.num_blocks, work.budget)
+        keeps_all = len(whole_blocks) == model.num_blocks
+        kept = _input_bytes(model, placing, work)
+        for block in whole_blocks:
+            kept[block] = whole[block]
+
     # Blocks before a joint stream are not split: each rank computes all their tokens and heads.
     around = placing
     if model.plan.joint_stream:
         around = replace(placing, layout=replace(placing.layout, sp=1, tp=1))
-    modules = saved.whole if all(share == 1 for share in kept_shares) else saved.recomputed
-    total = _row_bytes(modules.outside, model, around, work)
-
-    whole = _block_bytes(model, placing, work)
-    inputs = [_row_bytes(row, model, placing, work) for row in saved.recomputed.blocks]
-    for share, whole_bytes, input_bytes in zip(kept_shares, whole, inputs, strict=True):
-        total += share * whole_bytes + (1 - share) * input_bytes
-    return work.passes * round(total)
+    modules = saved.whole if keeps_all else saved.recomputed
+    around_blocks = _row_bytes(modules.outside, model, around, work)
+    return work.passes * round(around_blocks + sum(kept))
 
 
-def _block_bytes(model: ModelShape, placing: Placing, work: Work) -> list[float]:
+def _has_budget(placing: Placing, work: Work) -> bool:
+    """Tell whether each block keeps a part of its activations. Else whole blocks are chosen."""
+    # VeOmni's exchanges for Ulysses cut a block into several graphs
+    is_cut = placing.backend == "veomni" and placing.layout.sp > 1
+    return work.compiled and not is_cut
+
+
+def _kept_within_budget(model: ModelShape, placing: Placing, work: Work) -> list[float]:
+    """Return what each compiled block keeps beyond its inputs."""
+    work = _without_streams(work)  # they are inputs
+    return [
+        kept_beyond_inputs(whole - inputs, row.unread_bytes / placing.layout.tp, work.budget)
+        for whole, inputs, row in zip(
+            _whole_blocks(model, placing, work),
+            _input_bytes(model, placing, work),
+            _saved(model, work).whole.blocks,
+            strict=True,
+        )
+    ]
+
+
+def kept_beyond_inputs(most: float, unread: float, budget: float) -> float:
+    """Return the bytes that a compiled block keeps within torch's activation_memory_budget.
+
+    most: what it keeps at a budget of 1. unread: of frozen weights that its backward does not read.
+
+    torch's budget is a share of what the backward reads less what the forward reads
+    (choose_saved_values_set in torch/_functorch/partitioners.py). Unread weights are in the second
+    and not in the first. So LoRA's blocks keep less than the budget's share until every product
+    fits, and more from there on. With few rows that is so at any budget.
+    """
+    counted = most - unread
+    if budget == 0:
+        return 0.0
+    if budget == 1 or counted <= 0:
+        return most
+
+    kept = budget * counted
+    reached = [stage * most for stage in STAGES if kept > SOONEST * stage * most - unread]
+    return max(reached[-1], min(kept, STAGES[-1] * most)) if reached else kept
+
+
+def _input_bytes(model: ModelShape, placing: Placing, work: Work) -> list[float]:
+    """Return what each block saves that keeps its inputs alone."""
+    rows = _saved(model, work).recomputed.blocks
+    return [_row_bytes(row, model, placing, work) for row in rows]
+
+
+def _whole_blocks(model: ModelShape, placing: Placing, work: Work) -> list[float]:
     """Return what each block saves that keeps all."""
-    compiled = COMPILED
-    if model.lora:
-        compiled = COMPILED_LORA if work.budget == 1 else BUDGETED_LORA
+    share = 1.0
+    if work.compiled:
+        share = COMPILED_LORA if model.lora else COMPILED
+        work = _without_streams(work)  # a norm is computed again from the stream, in its kernel
     rows = _saved(model, work).whole.blocks
-    share = compiled if work.compiled else 1
     return [share * _row_bytes(row, model, placing, work) for row in rows]
+
+
+def _without_streams(work: Work) -> Work:
+    """Return the work with streams in engine.dtype."""
+    return replace(work, stream_itemsize=work.itemsize)
 
 
 def _row_bytes(row: SavedRow, model: ModelShape, placing: Placing, work: Work) -> float:

@@ -265,7 +265,7 @@ def _estimate_one(
 def largest_budget(plan: MemoryPlan, estimate: Estimate) -> tuple[float, int]:
     """Return the largest of BUDGETS whose update still fits, and that update's bytes.
 
-    It is the estimate's own budget where no larger one fits.
+    It is the estimate's own budget where no larger one fits, or none keeps more.
     """
     others = estimate.peak("update") - estimate.phases["update"]["activations"]
     largest = estimate.work.budget
@@ -274,7 +274,7 @@ def largest_budget(plan: MemoryPlan, estimate: Estimate) -> tuple[float, int]:
     for budget in BUDGETS:
         work = replace(estimate.work, budget=budget)
         peak = others + activation_bytes(plan.model, estimate.placing, work, training=True)
-        if budget > largest and peak <= plan.machine.budget:
+        if budget > largest and largest_peak < peak <= plan.machine.budget:
             largest = budget
             largest_peak = peak
 

@@ -43,14 +43,17 @@ class SavedRow:
     attention and MLPs, which tensor parallelism divides.
     image_token: bytes of one image token. text: bytes of all else, almost only of the text_tokens
     that the row had.
+    unread_bytes: of frozen weights that the backward does not read, as no gradient passes through
+    them; the same for any number of rows.
     """
 
     image_token: dict[str, float]
     text: dict[str, float]
     text_tokens: int
+    unread_bytes: int
 
     def less(self, other: SavedRow) -> SavedRow:
-        """Return the difference of two rows."""
+        """Return the difference of two rows, with the weights of the first."""
         return replace(
             self,
             image_token={kind: self.image_token[kind] - other.image_token[kind] for kind in KINDS},
@@ -168,12 +171,18 @@ def measure(
     _watch(transformer, adapter, recorder)
     _fill(transformer, dtype)
 
-    def row(budget: float) -> SavedRow:
-        """Return what one row saves with the blocks that are left."""
+    def row(budget: float, *blocks: nn.Module) -> SavedRow:
+        """Return what one row saves with the blocks that are left. blocks: whose weights count."""
         recompute_blocks(transformer, adapter.plan, budget=budget)
         sizes = [_run(transformer, adapter, sampling, recorder) for sampling in samplings]
         tokens = [adapter.token_count(sampling, TEXT_TOKENS) for sampling in samplings]
-        return _row(torch.tensor(sizes, dtype=torch.float64), tokens)
+        unread = sum(
+            weight.nbytes
+            for block in blocks
+            for weight in block.parameters()
+            if not weight.requires_grad and _key(weight) not in recorder.tensors
+        )
+        return _row(torch.tensor(sizes, dtype=torch.float64), tokens, unread_bytes=unread)
 
     # in this order: a module that recomputes its blocks never stops
     whole = _modules(transformer, adapter.plan, partial(row, 1.0))
@@ -183,7 +192,7 @@ def measure(
 
 
 def _modules(
-    transformer: nn.Module, plan: ParallelPlan, row: Callable[[], SavedRow]
+    transformer: nn.Module, plan: ParallelPlan, row: Callable[..., SavedRow]
 ) -> SavedModules:
     """Measure one block of each kind and what is outside. row: measures the blocks that are left.
 
@@ -205,7 +214,7 @@ def _modules(
             shapes = tuple(parameter.shape for parameter in block.parameters())
             if shapes not in kinds:
                 transformer.set_submodule(name, nn.ModuleList([blocks[0], block]))
-                kinds[shapes] = row().less(first)
+                kinds[shapes] = row(block).less(first)
             rows.append(kinds[shapes])
         outside = outside.less(rows[-len(blocks)])
         transformer.set_submodule(name, blocks[:1])
@@ -215,7 +224,7 @@ def _modules(
     return SavedModules(blocks=tuple(rows), outside=outside)
 
 
-def _row(bytes_SK: Tensor, tokens: list[TokenCount]) -> SavedRow:
+def _row(bytes_SK: Tensor, tokens: list[TokenCount], *, unread_bytes: int) -> SavedRow:
     """Split the bytes [sizes, kinds] of one row into those of an image token and the rest."""
     image_token_K = (bytes_SK[1] - bytes_SK[0]) / (tokens[1].image - tokens[0].image)
     text_K = bytes_SK[0] - tokens[0].image * image_token_K
@@ -223,6 +232,7 @@ def _row(bytes_SK: Tensor, tokens: list[TokenCount]) -> SavedRow:
         image_token=dict(zip(KINDS, image_token_K.tolist(), strict=True)),
         text=dict(zip(KINDS, text_K.tolist(), strict=True)),
         text_tokens=tokens[0].text,
+        unread_bytes=unread_bytes,
     )
 
 
