@@ -47,6 +47,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> ModelAdapter:
     return build_adapter(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "rows", "budgets", "streams"),
     cases(
