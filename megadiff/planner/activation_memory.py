@@ -23,8 +23,9 @@ MLP_TENSORS = 2  # of the MLP's width: before and after its activation, or their
 COMPILED = 0.68
 COMPILED_LORA = 0.84
 # What torch's partition keeps of that where a budget below 1 allows it: every matrix product, and
-# norms as well. Counted with LoRA on Qwen-Image and SD3: 0.442 to 0.448 and 0.598 to 0.613. These
-# are a little more. A budget reaches them at SOONEST of them, as blocks differ.
+# norms as well. Counted on Qwen-Image and SD3, with LoRA: 0.442 to 0.448 and 0.598 to 0.613; all
+# weights: 0.475 to 0.482 and 0.633. A stage is planned from SOONEST of its share on, as blocks'
+# shares differ.
 STAGES = (0.45, 0.64)
 SOONEST = 0.94
 
@@ -54,8 +55,8 @@ def _recomputed_bytes(model: ModelShape, placing: Placing, work: Work) -> float:
     whole = _whole_blocks(model, placing, work)
     if not _has_budget(placing, work):
         return max(whole)
-    kept = _kept_within_budget(model, placing, work)
-    return max(of_whole - of_kept for of_whole, of_kept in zip(whole, kept, strict=True))
+    beyond_inputs = _kept_within_budget(model, placing, work)
+    return max(of_block - still for of_block, still in zip(whole, beyond_inputs, strict=True))
 
 
 def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
@@ -68,14 +69,15 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
     if _has_budget(placing, work):
         keeps_all = work.budget == 1
         beyond_inputs = _kept_within_budget(model, placing, work)
-        kept = list(map(sum, zip(_input_bytes(model, placing, work), beyond_inputs, strict=True)))
+        inputs = _input_bytes(model, placing, work)
+        blocks = list(map(sum, zip(inputs, beyond_inputs, strict=True)))
     else:
         whole = _whole_blocks(model, placing, work)
         whole_blocks = kept_blocks(model.num_blocks, work.budget)
         keeps_all = len(whole_blocks) == model.num_blocks
-        kept = _input_bytes(model, placing, work)
+        blocks = _input_bytes(model, placing, work)
         for block in whole_blocks:
-            kept[block] = whole[block]
+            blocks[block] = whole[block]
 
     # Blocks before a joint stream are not split: each rank computes all their tokens and heads.
     around = placing
@@ -83,7 +85,7 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
         around = replace(placing, layout=replace(placing.layout, sp=1, tp=1))
     modules = saved.whole if keeps_all else saved.recomputed
     around_blocks = _row_bytes(modules.outside, model, around, work)
-    return work.passes * round(around_blocks + sum(kept))
+    return work.passes * round(around_blocks + sum(blocks))
 
 
 def _has_budget(placing: Placing, work: Work) -> bool:
@@ -123,9 +125,9 @@ def kept_beyond_inputs(most: float, unread: float, budget: float) -> float:
     if budget == 1 or counted <= 0:
         return most
 
-    kept = budget * counted
-    reached = [stage * most for stage in STAGES if kept > SOONEST * stage * most - unread]
-    return max(reached[-1], min(kept, STAGES[-1] * most)) if reached else kept
+    allowed = budget * counted
+    reached = [stage * most for stage in STAGES if allowed > SOONEST * stage * most - unread]
+    return max(reached[-1], min(allowed, STAGES[-1] * most)) if reached else allowed
 
 
 def _input_bytes(model: ModelShape, placing: Placing, work: Work) -> list[float]:
@@ -136,12 +138,22 @@ def _input_bytes(model: ModelShape, placing: Placing, work: Work) -> list[float]
 
 def _whole_blocks(model: ModelShape, placing: Placing, work: Work) -> list[float]:
     """Return what each block saves that keeps all."""
-    share = 1.0
-    if work.compiled:
-        share = COMPILED_LORA if model.lora else COMPILED
-        work = _without_streams(work)  # a norm is computed again from the stream, in its kernel
     rows = _saved(model, work).whole.blocks
-    return [share * _row_bytes(row, model, placing, work) for row in rows]
+    if not work.compiled:
+        return [_row_bytes(row, model, placing, work) for row in rows]
+
+    # a norm is computed again in its kernel, from the stream, which is an input
+    share = COMPILED_LORA if model.lora else COMPILED
+    plain = _without_streams(work)
+    return [
+        share * _row_bytes(row, model, placing, plain) + of_streams - of_plain
+        for row, of_streams, of_plain in zip(
+            _saved(model, plain).whole.blocks,
+            _input_bytes(model, placing, work),
+            _input_bytes(model, placing, plain),
+            strict=True,
+        )
+    ]
 
 
 def _without_streams(work: Work) -> Work:

@@ -43,8 +43,8 @@ class SavedRow:
     attention and MLPs, which tensor parallelism divides.
     image_token: bytes of one image token. text: bytes of all else, almost only of the text_tokens
     that the row had.
-    unread_bytes: of frozen weights that the backward does not read, as no gradient passes through
-    them; the same for any number of rows.
+    unread_bytes: of frozen weights that the backward does not read, as no gradient passes to their
+    inputs; the same for any number of rows.
     """
 
     image_token: dict[str, float]

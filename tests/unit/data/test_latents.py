@@ -300,6 +300,7 @@ def _failing_worker(images: str, model: str, cache: str, out: str) -> None:
         Path(out, str(torch.distributed.get_rank())).write_text(str(error))
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_is_raised_on_all(
     images: Path, tiny_model: Path, tmp_path: Path
 ) -> None:

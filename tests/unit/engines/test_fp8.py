@@ -137,6 +137,7 @@ def test_sizes_that_fp8_does_not_take_are_named(
         check_fp8_fits(_config("tensorwise"), adapter)
 
 
+@pytest.mark.slow
 def test_the_shipped_models_fit() -> None:
     folders = [path.parent for path in (ROOT / "assets").glob("*/model_index.json")]
     for folder in [*folders, ROOT / "assets" / "bagel"]:

@@ -39,6 +39,7 @@ class Counting(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["wan22_t2v_a14b", "wan22_ti2v_5b"])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_a_plan_counts_the_decoders_tensors(model, rows):

@@ -31,6 +31,7 @@ def test_decodes_and_encodes_as_the_stock_vae(num_frames):
     assert calls["2d"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["video", "image"])
 def test_a_decoder_of_images_is_one_graph(kind):
     """Qwen-Image's VAE of videos, and an AutoencoderKL: what compile_vae() compiles."""

@@ -66,6 +66,7 @@ def noise() -> Tensor:
     return torch.randn(2, 16, 8, 10, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 4.5])
 def test_draws_as_the_stock_pipeline(folder: Path, scale: float) -> None:
     """Time, guidance, schedule, and both kinds of text, of which each matters."""
@@ -229,6 +230,7 @@ def test_the_plan_at_full_size(
         check_heads(adapter.num_heads, sp=5, tp=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full_size", [MEDIUM, LARGE], ids=lambda path: path.name)
 @pytest.mark.parametrize("scale", [1.0, 4.5])
 def test_flops_are_those_of_its_operations(full_size: Path, scale: float) -> None:

@@ -62,6 +62,7 @@ assert norm.bias is None and norm.scale == 8 ** 0.5 and norm.channel_first
 """
 
 
+@pytest.mark.slow
 def test_vllm_omni_puts_this_class_in_diffusers_place() -> None:
     """In a process of its own, as it does so for all of it."""
     done = subprocess.run(

@@ -1,6 +1,6 @@
 """Hold the plan of a compiled block against the partition that torch.compile makes of it.
 
-The block is as wide as Qwen-Image's third, so that its weights matter beside a few rows. Nothing
+The block is a third as wide as Qwen-Image's, so that its weights matter beside a few rows. Nothing
 of it runs: the partition is taken while torch compiles.
 """
 

@@ -158,6 +158,7 @@ def _adapt(transformer: nn.Module, adapter: QwenImageAdapter, rank: int) -> None
             transformer.get_submodule(parent).register_parameter(leaf, nn.Parameter(values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("with_image", [False, True])
@@ -174,6 +175,7 @@ def test_kept_activations_of_the_stock_video_transformer(tiny_wan, dtype, budget
     assert 0.95 * found <= planned <= 1.05 * found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kept_activations_of_each_family(family: str, tmp_path: Path) -> None:
     """Blocks before the joint stream, padded texts, blocks that differ, given images, text KV."""

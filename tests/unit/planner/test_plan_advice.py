@@ -116,6 +116,7 @@ def test_replicas_over_two_gpus_are_tried(plan_text):
     assert "* is what the config asks for" not in plan_text(*arguments, *hint.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "arguments"),
     [

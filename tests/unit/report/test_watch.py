@@ -186,6 +186,7 @@ def test_curves_of_blocks():
     assert blocks.bar(0.5, 4) == "██" and blocks.bar(2.0, 3) == "███"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [b"q", signal.SIGINT, signal.SIGTERM])
 def test_a_live_view_ends_with_q_or_a_signal_and_gives_the_terminal_back(tmp_path, end):
     import termios

@@ -3,8 +3,10 @@
 import json
 
 import bench_control_plane
+import pytest
 
 
+@pytest.mark.slow
 def test_all_parts_are_timed(tmp_path, capsys):
     out = tmp_path / "figures.json"
     options = ["--replicas", "2", "17", "--tensors", "5", "--json", str(out)]

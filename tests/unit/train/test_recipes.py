@@ -105,6 +105,7 @@ def test_the_header_says_what_the_planner_does(
     assert header_peaks(path) == planned_peaks([path], capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_an_algorithm_over_a_recipe_takes_no_more_memory(

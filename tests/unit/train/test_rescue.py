@@ -42,6 +42,7 @@ def start_ranks(folder: Path, size: int, seed: int) -> tuple[list[Rank], threadi
     return ranks, reduce
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_ranks_stopped_at_random_moments_save_one_finished_step(tmp_path, size):
     """A signal reaches the ranks one after another, at any place of a step."""
@@ -334,6 +335,7 @@ def act(arguments: list[str]) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "code", "saved"),
     [

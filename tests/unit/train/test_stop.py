@@ -266,6 +266,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "code", "closes"),
     [

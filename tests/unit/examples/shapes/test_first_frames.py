@@ -7,12 +7,14 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import pytest
 
 from examples.shapes.first_frames import FILES, HEIGHT, MOTIONS, WIDTH, write_first_frames
 
 SHIPPED = Path(__file__).parents[4] / "assets/prompts/first_frames"
 
 
+@pytest.mark.slow
 def test_the_shipped_data_is_what_the_program_writes(tmp_path: Path) -> None:
     for path in write_first_frames(tmp_path):
         assert path.read_bytes() == (SHIPPED / path.name).read_bytes()

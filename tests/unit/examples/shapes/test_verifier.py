@@ -91,6 +91,7 @@ def _shapes(caption: Caption) -> tuple[str, ...]:
     return tuple(sorted(shape for _, shape in caption.objects))
 
 
+@pytest.mark.slow
 def test_every_render_of_every_caption_is_accepted() -> None:
     rng = np.random.default_rng(0)
     few = [each for each in captions() if each.task != "pos_attr"]
