@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megadiff.config.schema import LoraConfig
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.conditioning import IMAGE_LATENTS
+from megadiff.parallel.lora import Adapters, adapt_linears, lora_spec
+from megadiff.parallel.plan import is_lora
 from megadiff.planner.engine_memory import Work
 from megadiff.types import Sampling
 
@@ -99,3 +102,31 @@ def random_rows(tensor: Tensor) -> Tensor:
     """Return ROWS rows of random numbers like the one given; masks and ids are repeated."""
     rows = tensor.repeat(ROWS, *[1] * (tensor.ndim - 1))
     return torch.randn_like(rows) if rows.is_floating_point() else rows
+
+
+def random_transformer(adapter: ModelAdapter, dtype: torch.dtype) -> nn.Module:
+    """Return the stock transformer with random weights, as engines train it."""
+    empty = adapter.empty_transformer()
+    buffers = {name: buffer for name, buffer in empty.named_buffers() if not buffer.is_meta}
+    transformer = empty.to_empty(device="cpu")
+    for name, buffer in transformer.named_buffers():
+        buffer.copy_(buffers.get(name, torch.zeros_like(buffer)))
+    for parameter in transformer.parameters():
+        parameter.data.normal_(std=0.02)
+    for name in adapter.plan.frozen_names(dict(transformer.named_parameters())):
+        transformer.get_parameter(name).requires_grad = False
+    return transformer.to(dtype).train()
+
+
+def adapt_with_lora(transformer: nn.Module, adapter: ModelAdapter, rank: int) -> None:
+    """Put LoRA beside frozen weights, all of it small and not zero."""
+    spec = lora_spec(
+        LoraConfig(rank=rank), adapter.plan, [name for name, _ in transformer.named_parameters()]
+    )
+    transformer.requires_grad_(False)
+    adapt_linears(transformer, Adapters(spec))
+    for name, parameter in list(transformer.named_parameters()):
+        if is_lora(name):
+            parent, _, leaf = name.rpartition(".")
+            values = torch.randn(parameter.shape, dtype=torch.bfloat16) / 100
+            transformer.get_submodule(parent).register_parameter(leaf, nn.Parameter(values))

@@ -52,11 +52,13 @@ def _recomputed_bytes(model: ModelShape, placing: Placing, work: Work) -> float:
     """Return what a block saves for a while whose forward is computed again."""
     if work.budget == 1:
         return 0.0
-    whole = _whole_blocks(model, placing, work)
-    if not _has_budget(placing, work):
-        return max(whole)
-    beyond_inputs = _kept_within_budget(model, placing, work)
-    return max(of_block - still for of_block, still in zip(whole, beyond_inputs, strict=True))
+    inputs = _input_bytes(model, placing, work)
+    most = _beyond_inputs(model, placing, work)
+    already_kept = [0.0] * len(most)
+    if _has_budget(placing, work):
+        already_kept = _within_budget(model, placing, work)
+    parts = zip(inputs, most, already_kept, strict=True)
+    return max(given + rest - already for given, rest, already in parts)
 
 
 def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
@@ -65,27 +67,24 @@ def kept_bytes(model: ModelShape, placing: Placing, work: Work) -> int:
     Of a compiled block these are its inputs and what the budget lets it keep of the rest. Others
     keep all, or their inputs alone.
     """
-    saved = _saved(model, work)
     if _has_budget(placing, work):
         keeps_all = work.budget == 1
-        beyond_inputs = _kept_within_budget(model, placing, work)
-        inputs = _input_bytes(model, placing, work)
-        blocks = list(map(sum, zip(inputs, beyond_inputs, strict=True)))
+        beyond_inputs = _within_budget(model, placing, work)
     else:
-        whole = _whole_blocks(model, placing, work)
         whole_blocks = kept_blocks(model.num_blocks, work.budget)
         keeps_all = len(whole_blocks) == model.num_blocks
-        blocks = _input_bytes(model, placing, work)
-        for block in whole_blocks:
-            blocks[block] = whole[block]
+        most = _beyond_inputs(model, placing, work)
+        beyond_inputs = [most[block] for block in whole_blocks]
 
     # Blocks before a joint stream are not split: each rank computes all their tokens and heads.
     around = placing
     if model.plan.joint_stream:
         around = replace(placing, layout=replace(placing.layout, sp=1, tp=1))
+    saved = _saved(model, work)
     modules = saved.whole if keeps_all else saved.recomputed
     around_blocks = _row_bytes(modules.outside, model, around, work)
-    return work.passes * round(around_blocks + sum(blocks))
+    inputs = _input_bytes(model, placing, work)
+    return work.passes * round(around_blocks + sum(inputs) + sum(beyond_inputs))
 
 
 def _has_budget(placing: Placing, work: Work) -> bool:
@@ -95,17 +94,12 @@ def _has_budget(placing: Placing, work: Work) -> bool:
     return work.compiled and not is_cut
 
 
-def _kept_within_budget(model: ModelShape, placing: Placing, work: Work) -> list[float]:
+def _within_budget(model: ModelShape, placing: Placing, work: Work) -> list[float]:
     """Return what each compiled block keeps beyond its inputs."""
-    work = _without_streams(work)  # they are inputs
+    rows = _saved(model, work).whole.blocks
     return [
-        kept_beyond_inputs(whole - inputs, row.unread_bytes / placing.layout.tp, work.budget)
-        for whole, inputs, row in zip(
-            _whole_blocks(model, placing, work),
-            _input_bytes(model, placing, work),
-            _saved(model, work).whole.blocks,
-            strict=True,
-        )
+        kept_beyond_inputs(most, row.unread_bytes / placing.layout.tp, work.budget)
+        for most, row in zip(_beyond_inputs(model, placing, work), rows, strict=True)
     ]
 
 
@@ -136,29 +130,18 @@ def _input_bytes(model: ModelShape, placing: Placing, work: Work) -> list[float]
     return [_row_bytes(row, model, placing, work) for row in rows]
 
 
-def _whole_blocks(model: ModelShape, placing: Placing, work: Work) -> list[float]:
-    """Return what each block saves that keeps all."""
-    rows = _saved(model, work).whole.blocks
-    if not work.compiled:
-        return [_row_bytes(row, model, placing, work) for row in rows]
-
-    # a norm is computed again in its kernel, from the stream, which is an input
-    share = COMPILED_LORA if model.lora else COMPILED
-    plain = _without_streams(work)
+def _beyond_inputs(model: ModelShape, placing: Placing, work: Work) -> list[float]:
+    """Return what each block saves beyond its inputs that keeps all."""
+    share = 1.0
+    if work.compiled:
+        share = COMPILED_LORA if model.lora else COMPILED
+        # a norm is computed again in its kernel, from the stream, which is an input
+        work = replace(work, stream_itemsize=work.itemsize)
+    saved = _saved(model, work)
     return [
-        share * _row_bytes(row, model, placing, plain) + of_streams - of_plain
-        for row, of_streams, of_plain in zip(
-            _saved(model, plain).whole.blocks,
-            _input_bytes(model, placing, work),
-            _input_bytes(model, placing, plain),
-            strict=True,
-        )
+        share * _row_bytes(whole, model, placing, work) - _row_bytes(inputs, model, placing, work)
+        for whole, inputs in zip(saved.whole.blocks, saved.recomputed.blocks, strict=True)
     ]
-
-
-def _without_streams(work: Work) -> Work:
-    """Return the work with streams in engine.dtype."""
-    return replace(work, stream_itemsize=work.itemsize)
 
 
 def _row_bytes(row: SavedRow, model: ModelShape, placing: Placing, work: Work) -> float:

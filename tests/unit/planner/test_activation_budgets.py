@@ -20,14 +20,19 @@ from megadiff.config.schema import LoraConfig
 from megadiff.engines.compiling import compile_blocks
 from megadiff.models.adapter import ModelAdapter
 from megadiff.models.registry import build_adapter
-from megadiff.parallel.lora import Adapters, adapt_linears, lora_spec
 from megadiff.parallel.mesh import resolve_layout
 from megadiff.planner.activation_memory import kept_bytes
 from megadiff.planner.engine_memory import Placing
 from megadiff.planner.work import model_shape
 from tests import kept_activations
-from tests.extra import cases
-from tests.kept_activations import activation_work, random_rows, sampling_of
+from tests.extra import extra
+from tests.kept_activations import (
+    activation_work,
+    adapt_with_lora,
+    random_rows,
+    random_transformer,
+    sampling_of,
+)
 
 ASSETS = Path(__file__).parents[3] / "assets"
 HEADS = 8
@@ -50,22 +55,14 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> ModelAdapter:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "rows", "budgets", "streams"),
-    cases(
-        [
-            (0, 8, (0.1, 0.25, 0.4, 0.75), False),
-            (0, 8, (0.1, 0.25, 0.4, 0.75), True),
-            (32, 16, (0.1, 0.2, 0.45, 0.75), True),  # below the products, between, with the norms
-            (32, 16, (0.1, 0.2, 0.45, 0.75), False),
-            (32, 8, (0.1, 0.4, 0.6), False),
-            (32, 2, (0.05, 0.5), False),  # unread weights are nearly as large as what is kept
-        ],
-        extra_ones=(
-            (0, 8, (0.1, 0.25, 0.4, 0.75), False),
-            (0, 8, (0.1, 0.25, 0.4, 0.75), True),
-            (32, 16, (0.1, 0.2, 0.45, 0.75), False),
-            (32, 8, (0.1, 0.4, 0.6), False),
-        ),
-    ),
+    [
+        pytest.param(0, 8, (0.1, 0.25, 0.4, 0.75), False, marks=extra),
+        pytest.param(0, 8, (0.1, 0.25, 0.4, 0.75), True, marks=extra),
+        (32, 16, (0.1, 0.2, 0.45, 0.75), True),  # below the products, between, with the norms
+        pytest.param(32, 16, (0.1, 0.2, 0.45, 0.75), False, marks=extra),
+        pytest.param(32, 8, (0.1, 0.4, 0.6), False, marks=extra),
+        (32, 2, (0.05, 0.5), False),  # unread weights are nearly as large as what is kept
+    ],
 )
 def test_what_a_budget_keeps(adapter, monkeypatch, rank, rows, budgets, streams):
     monkeypatch.setattr(kept_activations, "ROWS", rows)
@@ -106,7 +103,12 @@ def partitions(
         raise PartitionedError
 
     monkeypatch.setattr(partitioners, "choose_saved_values_set", record)
-    transformer = random_transformer_with_lora(adapter, rank)
+    transformer = random_transformer(adapter, torch.bfloat16)
+    if rank:
+        adapt_with_lora(transformer, adapter, rank)
+        # the input of all blocks but a model's first carries a gradient
+        transformer.img_in.requires_grad_(True)
+        transformer.txt_in.requires_grad_(True)
     if streams:
         adapter.keep_streams_in_float32(transformer, torch.bfloat16)
     compile_blocks(transformer, adapter.plan, microbatch_size=rows, budget=budgets[0])
@@ -124,18 +126,3 @@ def partitions(
             sampling,
         )
     return found
-
-
-def random_transformer_with_lora(adapter: ModelAdapter, rank: int) -> torch.nn.Module:
-    """Return blocks whose input carries a gradient, as all but a model's first block's does."""
-    transformer = adapter.empty_transformer()
-    if rank:
-        names = [name for name, _ in transformer.named_parameters()]
-        transformer.requires_grad_(False)
-        adapt_linears(transformer, Adapters(lora_spec(LoraConfig(rank=rank), adapter.plan, names)))
-        for module in (transformer.img_in, transformer.txt_in):
-            module.requires_grad_(True)
-    transformer = transformer.to_empty(device="cpu").to(torch.bfloat16)
-    for parameter in transformer.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
-    return transformer.train()

@@ -9,17 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
-from torch import nn
 
 from examples.tiny_models import bagel, qwen_image_edit, sd3, z_image
 from megadiff.config.schema import LoraConfig
-from megadiff.models.adapter import ModelAdapter
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.registry import build_adapter
 from megadiff.models.wan22.adapter import WanAdapter
-from megadiff.parallel.lora import Adapters, adapt_linears, lora_spec
 from megadiff.parallel.mesh import resolve_layout
-from megadiff.parallel.plan import is_lora
 from megadiff.parallel.recompute import recompute_blocks
 from megadiff.planner.activation_memory import activation_bytes, kept_bytes
 from megadiff.planner.engine_memory import (
@@ -32,7 +28,12 @@ from megadiff.planner.engine_memory import (
 from megadiff.planner.work import model_shape
 from megadiff.types import DTYPES
 from tests.extra import cases
-from tests.kept_activations import activation_work, kept_by_autograd
+from tests.kept_activations import (
+    activation_work,
+    adapt_with_lora,
+    kept_by_autograd,
+    random_transformer,
+)
 from tests.unit.planner.recipe import WORK
 
 FAMILIES = {
@@ -130,7 +131,7 @@ def test_compiled_blocks_keep_less(tiny_model, rank, budget):
         tiny_model / "transformer", torch_dtype=torch.bfloat16
     )
     if rank:
-        _adapt(transformer, adapter, rank)
+        adapt_with_lora(transformer, adapter, rank)
     for name, block in transformer.named_modules():
         if adapter.plan.is_block(name):
             block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")
@@ -142,20 +143,6 @@ def test_compiled_blocks_keep_less(tiny_model, rank, budget):
     assert 0.95 * found <= kept_bytes(model, placing("veomni"), work) <= 1.2 * found
     eager = kept_bytes(model, placing("veomni"), replace(work, compiled=False))
     assert budget < 1 or kept_bytes(model, placing("veomni"), work) < eager
-
-
-def _adapt(transformer: nn.Module, adapter: QwenImageAdapter, rank: int) -> None:
-    """LoRA beside frozen weights, all of it small and not zero."""
-    spec = lora_spec(
-        LoraConfig(rank=rank), adapter.plan, [name for name, _ in transformer.named_parameters()]
-    )
-    transformer.requires_grad_(False)
-    adapt_linears(transformer, Adapters(spec))
-    for name, parameter in list(transformer.named_parameters()):
-        if is_lora(name):
-            parent, _, leaf = name.rpartition(".")
-            values = torch.randn(parameter.shape, dtype=torch.bfloat16) / 100
-            transformer.get_submodule(parent).register_parameter(leaf, nn.Parameter(values))
 
 
 @pytest.mark.slow
@@ -188,20 +175,6 @@ def test_kept_activations_of_each_family(family: str, tmp_path: Path) -> None:
         found = kept_by_autograd(adapter, transformer)
         work = activation_work(adapter, 2, budget=budget)
         assert kept_bytes(model, placing("veomni"), work) == pytest.approx(found, rel=0.003)
-
-
-def random_transformer(adapter: ModelAdapter, dtype: torch.dtype) -> nn.Module:
-    """Return the stock transformer with random weights, as engines train it."""
-    empty = adapter.empty_transformer()
-    buffers = {name: buffer for name, buffer in empty.named_buffers() if not buffer.is_meta}
-    transformer = empty.to_empty(device="cpu")
-    for name, buffer in transformer.named_buffers():
-        buffer.copy_(buffers.get(name, torch.zeros_like(buffer)))
-    for parameter in transformer.parameters():
-        parameter.data.normal_(std=0.02)
-    for name in adapter.plan.frozen_names(dict(transformer.named_parameters())):
-        transformer.get_parameter(name).requires_grad = False
-    return transformer.to(dtype).train()
 
 
 def test_recompute_and_splits_lower_activations(qwen):
