@@ -22,6 +22,7 @@ class StepGate:
     num_steps: optimizer steps of this process, of all components. It is the same on every rank
     between two steps, so it says whether the ranks hold parts of one policy.
     is_torn: a step or an exchange of weights broke off half-way; they are of no policy.
+    is_over: a rescue saves what there is, and nothing changes any more.
 
     The condition's lock is held for moments only. Whoever waits at the gate can be interrupted.
     """
@@ -29,9 +30,9 @@ class StepGate:
     def __init__(self, device: torch.device) -> None:
         self.num_steps = 0
         self.is_torn = False
+        self.is_over = False
         self._device = device
         self._limit: int | None = None
-        self._is_over = False
         self._is_busy = False  # with any change
         self._is_stepping = False
         self._condition = threading.Condition(threading.Lock())
@@ -55,7 +56,7 @@ class StepGate:
         """
 
         def may_begin() -> bool:
-            if self._is_over:
+            if self.is_over:
                 return not waits
             is_held = is_step and self._limit is not None and self.num_steps >= self._limit
             return not self._is_busy and not is_held
@@ -102,13 +103,13 @@ class StepGate:
     def end(self, timeout_s: float) -> None:
         """Hold up every change from now on. Raises TimeoutError when one that is on goes on."""
         with self._condition:
-            self._is_over = True
+            self.is_over = True
             self._condition.notify_all()  # to those that do not wait for good
             self._await(lambda: not self._is_busy, timeout_s)
 
     def check_open(self) -> None:
         """Raise GateEndedError where a rescue has ended the gate."""
-        if self._is_over:
+        if self.is_over:
             raise GateEndedError("a rescue has ended the gate")
 
     @contextmanager

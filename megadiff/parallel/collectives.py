@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from megadiff.process.words import error_text
 from megadiff.types import Figures
 
 T = TypeVar("T")
+ABORT_S = 10.0  # for a communicator to end its kernels
+
+
+def abort_collectives() -> None:
+    """End what this rank's GPU runs with other ranks; no group's NCCL can be used afterwards.
+
+    Each group in a thread of its own: a communicator that idles frees its memory, which waits for
+    the kernels of all others. One by one, in torch's order, two ranks on H200s so hung.
+    """
+    groups = list(distributed_c10d._world.pg_map)
+    threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(ABORT_S)
 
 
 def all_reduce_sums(values: Figures, group: dist.ProcessGroup) -> Figures:

@@ -148,9 +148,15 @@ class Rescue:
         self._events.write("run_stopped", step=self._finished.progress.step, text=text)
 
     def failed(self, error: BaseException) -> None:
-        """Save what is whole, after the main thread's error. Returns then, or after RESCUE_S."""
+        """Save what is whole, after the main thread's error. Returns then, or after RESCUE_S.
+
+        Raises SystemExit where a rescue was saving already: it ends collectives, and so steps.
+        """
         if self.requests.is_over or not self._thread.is_alive():
             return
+        if self.engine.gate.is_over:
+            self._thread.join(RESCUE_S)
+            raise SystemExit(self.exit_code) from error
         self._main_failed.set()
         self._end(error_text(error))
 
