@@ -58,9 +58,6 @@ def _obstacles(
     if rollout.tp > 1:
         yield f"rollout.tp={rollout.tp} splits a replica's weights; it takes 1"
 
-    if rollout.fp8:
-        yield "rollout.fp8=true: replicas multiply FP8 copies of the base"
-
     if config.engine.fp8 != "none":
         yield f"engine.fp8={config.engine.fp8}; it takes none"
 

@@ -48,8 +48,8 @@ class ReplicaWeights:
 class Replicas:
     """Hold the bytes of one worker of a replica, which has rollout.tp of them.
 
-    weights: while it samples; pushed: while a push lands; working: beside them while it samples.
-    transformers: of all these the transformers' own, which a shared base has no need of.
+    weights: while it samples; pushed: while a push lands; beside_base: at both times, where it maps
+    a shared base. working: beside them while it samples.
     sleeps: whether it frees them while the trainer works; parked: what then waits on the host.
     encoder: of the text encoders that the trainer loads for the parity gate.
     per_gpu: workers on the fullest GPU of the trainer. unknown: components without a size.
@@ -57,7 +57,7 @@ class Replicas:
 
     weights: int = 0
     pushed: int = 0
-    transformers: int = 0
+    beside_base: int = 0
     parked: int = 0
     encoder: int
     working: int = 0
@@ -89,7 +89,8 @@ def size_replicas(
         # FP8 copies take the bfloat16 weights' memory in a replica that sleeps between samples
         weights=whole + copies - (copied if is_asleep else 0),
         pushed=whole + (0 if is_asleep else copies),
-        transformers=weights.transformers,
+        # there bfloat16 is the trainer's, and stays
+        beside_base=weights.others + copies,
         parked=weights.others if is_asleep else 0,
         encoder=weights.encoder,
         working=_working_bytes(config, model, machine, text_tokens),

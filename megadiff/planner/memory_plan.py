@@ -304,8 +304,9 @@ def _phases(
     # on the host outside of updates, of an idle component within them too
     resting = resident | {"optimizer": 0, "average": 0} if offloads else resident
     # a shared base is among the trainer's parameters
-    mapped = replicas.transformers if work.shares_base else 0
-    awake = {"replica": (replicas.weights - mapped) * replicas.per_gpu}
+    weights = replicas.beside_base if work.shares_base else replicas.weights
+    pushed = replicas.beside_base if work.shares_base else replicas.pushed
+    awake = {"replica": weights * replicas.per_gpu}
     asleep = {"replica": 0} if replicas.sleeps else awake
     on_policy = build_algorithm(config.algorithm).on_policy
 
@@ -327,7 +328,7 @@ def _phases(
     if on_policy or config.eval.every:
         working = {"replica at work": replicas.working * replicas.per_gpu}
         phases["rollout"] = resting | awake | working
-        landing = {"replica": (replicas.pushed - mapped) * replicas.per_gpu}
+        landing = {"replica": pushed * replicas.per_gpu}
         sent = model.lora if work.shares_base else model.shapes
         largest = max(map(prod, sent.values())) * DTYPES[config.model.dtype].itemsize
         bucket = max(config.sync.bucket_mib * 2**20, largest)

@@ -225,7 +225,10 @@ def replica_spec(
         weights=weights_folder(config, mesh, folder) if config.sync.transport == "disk" else None,
         stacks=folder / STACKS,
         parent_pid=os.getpid(),
-        fp8_in_place=config.rollout.fp8 and sleeps(config, device_type=device_type),
+        # a mapped base is the trainer's, and stays
+        fp8_in_place=config.rollout.fp8
+        and sleeps(config, device_type=device_type)
+        and not shared_base,
         shared_base=shared_base,
     )
 

@@ -25,6 +25,7 @@ from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.base import HttpTransport
 from megadiff.sync.transports.shared_memory import FOLDER, PREFIX
 from megadiff.tensors.manifest import folder_manifest
+from megadiff.types import DTYPES
 from tests.e2e.conftest import GATED
 from tests.e2e.servers import start_replicas, stop
 from tests.meshes import one_rank_mesh
@@ -154,35 +155,53 @@ class BaseSource:
         self.changed = set()
 
 
-@pytest.mark.parametrize("version", ["installed", "0.26"])
-def test_a_replica_of_either_vllm_omni_maps_a_base(version, tiny_model, tmp_path):
+FLOAT32 = ("--dtype", "float32")
+FP8 = ("--dtype", "bfloat16", "--fp8")
+
+
+@pytest.mark.parametrize(
+    ("version", "flags"), [("installed", FLOAT32), ("0.26", FLOAT32), ("installed", FP8)]
+)
+def test_a_replica_of_either_vllm_omni_maps_a_base(version, flags, tiny_model, tmp_path):
     overlay = os.environ.get("MEGADIFF_OVERLAY026", "") if version == "0.26" else ""
     if version == "0.26" and not Path(overlay, "vllm_omni").is_dir():
         pytest.skip("MEGADIFF_OVERLAY026 names no folder with vllm-omni 0.26")
-    flags = ["--dtype", "float32", "--shared-base"]
     command = ["-m", "megadiff.cli.serve", str(tiny_model), *flags]
     servers = start_replicas(1, folder=tmp_path, command=command, overlay=overlay)
     try:
-        entry = json.loads((tmp_path / "registry/replica_0.json").read_text())
-        client = ReplicaClient(entry["url"], "replica_0", timeout_s=120)
+        # of its own weights
+        expected = _image(ReplicaClient(_url(tmp_path), "replica_0", timeout_s=120)).json()["data"]
+    finally:
+        stop(servers)
+
+    command.append("--shared-base")
+    servers = start_replicas(1, folder=tmp_path, command=command, overlay=overlay)
+    try:
+        client = ReplicaClient(_url(tmp_path), "replica_0", timeout_s=120)
         if overlay:
             assert client.health()["vllm_omni"].startswith("0.26.")
-        _map_and_sleep(client, tiny_model)
+        assert _map_and_sleep(client, tiny_model, dtype=flags[1]) == expected
     finally:
         stop(servers)
 
 
-def _map_and_sleep(client: ReplicaClient, model: Path) -> None:
-    tensors = load_file(model / "transformer/diffusion_pytorch_model.safetensors")
+def _url(folder: Path) -> str:
+    return json.loads((folder / "registry/replica_0.json").read_text())["url"]
+
+
+def _map_and_sleep(client: ReplicaClient, model: Path, *, dtype: str) -> list[dict]:
+    """Return the image that it drew before and after it slept."""
+    file = model / "transformer/diffusion_pytorch_model.safetensors"
+    tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in load_file(file).items()}
     base = SharedBase(
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        dtype=torch.float32,
+        dtype=DTYPES[dtype],
         served_names=SERVED_NAMES,
         device=torch.device("cpu"),
     )
     for name, tensor in tensors.items():
         base.tensors[name].copy_(tensor)
-    manifest = folder_manifest(model, ("transformer",), dtype="float32")
+    manifest = folder_manifest(model, ("transformer",), dtype=dtype)
     sync = WeightSync(
         BaseSource(base),
         HttpTransport([client]),
@@ -210,11 +229,12 @@ def _map_and_sleep(client: ReplicaClient, model: Path) -> None:
     assert sync.push(1)["sync/gib"] == 0
     assert _image(client).json()["data"] == drawn.json()["data"]
 
-    base.tensors[SPOILED].view(torch.int32)[3, 2] ^= 1
+    base.tensors[SPOILED].view(torch.uint8)[3, 2] ^= 1
     sync.wake()
     with pytest.raises(AgreedError, match=f"with other bits.*transformer.{SPOILED}"):
         sync.push(2)
     assert _image(client).status_code == 409
+    return drawn.json()["data"]
 
 
 def _image(client: ReplicaClient) -> httpx.Response:

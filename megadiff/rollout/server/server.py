@@ -185,10 +185,10 @@ def check_hardware(spec: ReplicaSpec, *, num_heads: int) -> None:
             f"--tp {spec.tp}, but {torch.cuda.device_count()} GPUs are visible; give at most that"
         )
 
-    if spec.shared_base and (spec.tp > 1 or spec.fp8 or spec.weights is not None):
+    if spec.shared_base and (spec.tp > 1 or spec.fp8_in_place or spec.weights is not None):
         raise ValueError(
-            "--shared-base maps a trainer's weights whole and as they are; leave out --tp, --fp8 "
-            "and --weights"
+            "--shared-base maps a trainer's weights whole and as they are; leave out --tp, "
+            "--fp8-in-place and --weights"
         )
     if spec.fp8_in_place and not spec.fp8:
         raise ValueError(

@@ -210,6 +210,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         self._freed = FreedWeights(weights.values())
         self._freed.free()
         self._fp8.free_copies()
+        self._has_new_weights = True  # also those of a mapped base, which stay
         self.trim()
 
     def trim(self) -> None:
@@ -278,6 +279,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         parameters = self._parameters()
         for name, view in self._mapped.views(source, self._places, parameters):
             parameters[name].data = view
+        self._has_new_weights = True
         self._pipeline.is_empty = False  # models/empty_weights.py has set it
 
     def _load(self, pairs: Pairs) -> None:

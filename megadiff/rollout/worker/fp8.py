@@ -3,8 +3,8 @@
 Weights are scaled by row (an output feature), inputs by token, both to their largest magnitude and
 by powers of two. The trainer's FP8 (engines/fp8.py) rounds to the same numbers, whether it scales
 by rows or whole tensors. Products are `torch._scaled_mm`'s, with the fast sums that the trainer's
-forward has too. The bfloat16 weight is pushed, fingerprinted and wrapped by LoRA; in place, only
-the copy stays after that. LoRA's own products stay in bfloat16.
+forward has too. The bfloat16 weight is pushed or mapped, fingerprinted and wrapped by LoRA; in
+place, only the copy stays after that. LoRA's own products stay in bfloat16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ LARGEST = torch.finfo(FP8).max
 class Fp8Linears:
     """Switch layers of vLLM to FP8 products.
 
-    layers: name → a linear layer with a bfloat16 `weight`.
+    layers: name → a linear layer with a bfloat16 `weight`; one that is to be mapped has no memory
+    yet, and then no layer has a copy before refresh().
     in_place: the weights' memory is given back, layer by layer, as soon as they have their copies.
     BF16 weights and FP8 copies are never all in memory at once. Before each change of the weights
     comes make_room(), after it refresh().
@@ -47,7 +48,9 @@ class Fp8Linears:
             copies.free()  # until refresh() comes to it
             self._layers.append((layer, FreedWeights([weight]), copies))
 
-        self.refresh()
+        self.keeps_weights = True
+        if all(layer.weight.untyped_storage().nbytes() for layer, *_ in self._layers):
+            self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -51,8 +51,8 @@ def test_several_nodes_prefer_copies_of_a_sharded_node(plan):
 
 @pytest.mark.slow
 def test_where_replicas_count(plan):
-    def parts(*arguments: str) -> dict:
-        return plan(*arguments)[0]["layouts"][0]["phases"]
+    def parts(*arguments: str, **machine: int) -> dict:
+        return plan(*arguments, **machine)[0]["layouts"][0]["phases"]
 
     asleep, awake, separate = parts(), parts("rollout.sleep=never"), parts(*SEPARATE)
     parked = 2 * (
@@ -74,6 +74,7 @@ def test_where_replicas_count(plan):
     )  # whose pushes would not bring all of it
     assert parts("lora.rank=8")["update"]["replica"] == parked  # it maps the trainer's base
     assert parts("lora.rank=8", "rollout.sleep=always")["update"]["replica"] == 0
+    assert parts("lora.rank=8", "rollout.sleep=always")["update"]["replica"] == 0
     d, scales = 3072, 4 * (8 * 3072 + 2 * 5 * 3072)
     copied = 60 * (8 * d * d + 4 * d * 4 * d)  # elements
     fp8, both = parts("rollout.fp8=true"), parts("rollout.fp8=true", "rollout.sleep=never")
@@ -87,6 +88,14 @@ def test_where_replicas_count(plan):
     assert [both[phase]["replica"] for phase in ("rollout", "sync", "update")] == [
         weights + copied + 60 * scales
     ] * 3
+    mapped = parts("lora.rank=8", "rollout.fp8=true", "rollout.sleep=always", world_size=1)
+    # copies beside a base that is the trainer's
+    copies = parked + copied + 60 * scales
+    assert [mapped[phase]["replica"] for phase in ("rollout", "sync", "update")] == [
+        copies,
+        copies,
+        0,
+    ]
     assert {phase: parts["replica"] for phase, parts in separate.items()} == dict.fromkeys(
         asleep, 0
     )

@@ -100,6 +100,24 @@ def test_copies_beside_weights_are_freed_and_made_again() -> None:
     assert torch.equal(layer.quant_method.apply(layer, x), before)
 
 
+def test_copies_of_weights_that_are_mapped_later() -> None:
+    layer = nn.Linear(32, 48, dtype=torch.bfloat16)
+    x, expected = torch.randn(5, 32, dtype=torch.bfloat16), layer.weight.detach().clone()
+    layer.weight.data.untyped_storage().resize_(0)
+    linears = Fp8Linears({"a": layer})
+    assert _sizes(layer) == [0, 0, 0] and linears.keeps_weights
+
+    layer.weight.data = expected
+    for _ in range(2):
+        linears.make_room()
+        linears.refresh()
+        assert _sizes(layer) == [2 * 32 * 48, 32 * 48, 4 * 48]
+        product = fp8_linear(x, *_transposed(quantize_rows(expected)))
+        assert torch.equal(layer.quant_method.apply(layer, x), product)
+        linears.free_copies()
+        assert layer.weight.data_ptr() == expected.data_ptr()
+
+
 def test_a_refresh_that_broke_off_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by memory that was not there: the next push brings everything."""
     layers = {name: nn.Linear(32, 48, dtype=torch.bfloat16) for name in "abc"}

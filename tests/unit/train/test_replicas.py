@@ -82,6 +82,9 @@ def test_fp8_weights_take_the_place_of_others_where_every_push_brings_all(fp8, s
     spec = replica_spec(config, one_rank_mesh(), Path("run"), name="a")
     assert spec.fp8 == fp8
     assert spec.fp8_in_place == (fp8 and sleep == "always")
+    # the weights of a mapped base are not the replica's to free
+    mapping = replica_spec(config, one_rank_mesh(), Path("run"), name="a", shared_base=True)
+    assert not mapping.fp8_in_place
 
 
 @pytest.mark.parametrize(
