@@ -115,6 +115,31 @@ def test_a_copy_that_hangs_keeps_no_process_whose_launcher_is_gone(tmp_path, mon
         rank.rescue.stop()
 
 
+def test_an_error_that_a_rescue_brought_about_is_no_news(tmp_path, monkeypatch):
+    """A rescue may abort collectives, which the main thread is in."""
+    (rank,) = laid_out(tmp_path, 1)
+    rescue = rank.rescue
+    rescue.finish_step(rank.progress, {})
+    rescue.exit_code = 143
+    stock_save, is_saving = rank.engine.save_now, threading.Event()
+
+    def save_now(*arguments) -> None:
+        stock_save(*arguments)
+        is_saving.set()
+        time.sleep(0.3)
+
+    monkeypatch.setattr(rank.engine, "save_now", save_now)
+    monkeypatch.setattr(
+        rescue, "_thread", threading.Thread(target=rescue.rescue, args=("SIGTERM",), daemon=True)
+    )
+    rescue._thread.start()
+    assert is_saving.wait(20)
+    with pytest.raises(SystemExit) as ended:
+        rescue.failed(RuntimeError("the communicator was aborted"))
+    assert ended.value.code == 143
+    assert (tmp_path / "step_1").is_dir()  # it was waited for
+
+
 def test_ranks_leave_the_look_at_all_parts_to_rank_0(tmp_path, monkeypatch):
     """With hundreds of ranks each would read hundreds of files, and again until all are there."""
     ranks = laid_out(tmp_path, 3)
