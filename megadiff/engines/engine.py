@@ -22,7 +22,6 @@ from megadiff.engines.lora import check_lora, lora_values
 from megadiff.engines.microbatch import Batch, ComponentRows, component_rows, cut_rows
 from megadiff.engines.offload import check_free, offloads
 from megadiff.engines.sharded import Buckets, Loss, NonFiniteError, ShardedEngine, Step
-from megadiff.engines.stuck import freed_when_stuck
 from megadiff.models.adapter import ModelAdapter
 from megadiff.parallel.collectives import agreed, all_reduce_max, all_reduce_sums
 from megadiff.parallel.mesh import Mesh
@@ -268,7 +267,7 @@ class Engine:
         self.gate.end(timeout_s)
         if self.gate.is_torn:
             raise RuntimeError("an optimizer step broke off half-way: the weights are of no policy")
-        with freed_when_stuck(self.snapshot()), self.gate.after_changes():
+        with self.gate.after_changes():
             # the checkpoint is of the policy, also where reference() or averaged() was cut short
             for member in self.members.values():
                 member.undo_exchange()

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from megadiff.engines.stuck import freed_when_stuck
+
 IDLE_S = 10.0  # for a step that is on when the gate closes
 
 
@@ -22,7 +24,7 @@ class StepGate:
     num_steps: optimizer steps of this process, of all components. It is the same on every rank
     between two steps, so it says whether the ranks hold parts of one policy.
     is_torn: a step or an exchange of weights broke off half-way; they are of no policy.
-    is_over: a rescue saves what there is, and nothing changes any more.
+    has_ended: a rescue saves what there is, and nothing changes any more.
 
     The condition's lock is held for moments only. Whoever waits at the gate can be interrupted.
     """
@@ -30,8 +32,9 @@ class StepGate:
     def __init__(self, device: torch.device) -> None:
         self.num_steps = 0
         self.is_torn = False
-        self.is_over = False
+        self.has_ended = False
         self._device = device
+        self._number = torch.zeros(1, device=device)  # to ask the GPU whether it copies
         self._limit: int | None = None
         self._is_busy = False  # with any change
         self._is_stepping = False
@@ -56,7 +59,7 @@ class StepGate:
         """
 
         def may_begin() -> bool:
-            if self.is_over:
+            if self.has_ended:
                 return not waits
             is_held = is_step and self._limit is not None and self.num_steps >= self._limit
             return not self._is_busy and not is_held
@@ -103,31 +106,33 @@ class StepGate:
     def end(self, timeout_s: float) -> None:
         """Hold up every change from now on. Raises TimeoutError when one that is on goes on."""
         with self._condition:
-            self.is_over = True
+            self.has_ended = True
             self._condition.notify_all()  # to those that do not wait for good
             self._await(lambda: not self._is_busy, timeout_s)
 
     def check_open(self) -> None:
         """Raise GateEndedError where a rescue has ended the gate."""
-        if self.is_over:
+        if self.has_ended:
             raise GateEndedError("a rescue has ended the gate")
 
     @contextmanager
     def after_changes(self) -> Iterator[None]:
         """Run GPU work on a stream of its own, after the changes that were asked for so far.
 
-        The default stream may wait for a collective that another rank never joins.
+        The default stream may wait for a collective that another rank never joins. Where even this
+        stream does not go on, the rank's collectives are aborted.
         """
         if self._device.type != "cuda":
             yield
             return
-        torch.cuda.set_device(self._device)  # a thread begins on device 0
-        stream = torch.cuda.Stream()
-        if self._changed is not None:
-            stream.wait_event(self._changed)
-        with torch.cuda.stream(stream):
-            yield
-            stream.synchronize()
+        with freed_when_stuck(self._number):
+            torch.cuda.set_device(self._device)  # a thread begins on device 0
+            stream = torch.cuda.Stream()
+            if self._changed is not None:
+                stream.wait_event(self._changed)
+            with torch.cuda.stream(stream):
+                yield
+                stream.synchronize()
 
     def _await(self, is_over: Callable[[], bool], timeout_s: float) -> None:
         began = time.monotonic()

@@ -1,27 +1,26 @@
-"""Free a GPU that answers no copy any more, so that a rescue can save what is on it.
+"""Free a GPU that copies nothing any more, so that a rescue can save what is on it.
 
 A collective runs on for good where another rank never joins it. Meanwhile the main thread may load
 a compiled kernel. That waits for all that runs on the GPU and keeps the driver's lock, so that no
-other thread can copy anything (CUDA programming guide, "Lazy Loading"). Measured on two H200s: a
-copy then never ends. It ends once the rank's collectives are aborted.
+other thread can copy anything (CUDA programming guide, "Lazy Loading"). Measured on two H200s: such
+a copy never ends, and it ends where the rank's collectives are aborted.
 
-They are not aborted before, as ranks on other nodes would see closed connections.
+They are not aborted before: ranks on other nodes see that connections are closed.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from megadiff.parallel.collectives import abort_collectives
-from megadiff.tensors.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 STUCK_S = 15.0  # a number's copy may wait behind a tensor's of some GiB
@@ -29,52 +28,66 @@ ASK_S = 0.5  # between two copies
 
 
 @contextmanager
-def freed_when_stuck(snapshot: Snapshot) -> Iterator[None]:
-    """Abort this rank's collectives as soon as no tensor of a snapshot can be copied any more."""
-    shards = (shard.local for shards in snapshot.shards.values() for shard in shards)
-    on_gpu = next((tensor for tensor in shards if tensor.is_cuda and tensor.numel()), None)
-    if on_gpu is None:  # there is nothing to wait for
+def freed_when_stuck(number: Tensor) -> Iterator[None]:
+    """Abort this rank's collectives, within the context, once a number cannot be copied any more.
+
+    number: a tensor on the GPU, of the time when it still answered. On a CPU nothing is watched.
+    """
+    if not number.is_cuda:
         yield
         return
-    # one for all copies: torch has 32, which it gives out in turn, NCCL's among them
-    ask = partial(_copy_one, on_gpu.detach(), torch.cuda.Stream(on_gpu.device))
-    with called_at_silence(ask, abort_collectives, after_s=STUCK_S):
+    with called_at_silence(_copies(number), abort_collectives, after_s=STUCK_S):
         yield
 
 
 @contextmanager
 def called_at_silence(
-    ask: Callable[[], object], call: Callable[[], None], *, after_s: float
+    answers: Iterator[None], call: Callable[[], None], *, after_s: float
 ) -> Iterator[None]:
-    """Ask again and again in a thread; once no call of `ask` has returned for after_s, `call`."""
+    """Ask for answers in a thread; call once, when none has come for after_s. An error is one."""
     pause_s = min(ASK_S, after_s / 4)
+    lock = threading.Lock()
     over = threading.Event()
     answered_s = time.monotonic()
 
     def keep_asking() -> None:
         nonlocal answered_s
-        while not over.wait(pause_s):
-            ask()
-            answered_s = time.monotonic()
+        try:
+            for _ in answers:
+                answered_s = time.monotonic()
+                if over.wait(pause_s):
+                    return
+        except RuntimeError as error:
+            answered_s = math.inf
+            logger.warning("the GPU is not watched any more: %s", error)
 
     def watch() -> None:
         while not over.wait(pause_s):
-            if time.monotonic() - answered_s >= after_s:
-                logger.warning(
-                    "the GPU has copied nothing for %g s: aborting this rank's collectives", after_s
-                )
-                call()
-                return
+            if time.monotonic() - answered_s < after_s:
+                continue
+            with lock:  # not after the context's end
+                if not over.is_set():
+                    logger.warning(
+                        "the GPU has copied nothing for %g s: aborting this rank's collectives",
+                        after_s,
+                    )
+                    call()
+            return
 
     for work in (keep_asking, watch):
-        threading.Thread(target=work, daemon=True).start()
+        threading.Thread(target=work, name=f"stuck: {work.__name__}", daemon=True).start()
     try:
         yield
     finally:
-        over.set()
+        with lock:
+            over.set()
 
 
-def _copy_one(tensor: Tensor, stream: torch.cuda.Stream) -> None:
-    """Copy one number to the host, on a stream that waits for nothing else."""
-    with torch.cuda.stream(stream):
-        tensor[(0,) * tensor.ndim].to("cpu")
+def _copies(number: Tensor) -> Iterator[None]:
+    """Copy a number to the host, again and again."""
+    # one stream for all copies: torch has 32, and a new one each time would soon be one of NCCL's
+    stream = torch.cuda.Stream(number.device)
+    while True:
+        with torch.cuda.stream(stream):
+            number.to("cpu")
+        yield

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
@@ -16,21 +18,28 @@ from megadiff.process.words import error_text
 from megadiff.types import Figures
 
 T = TypeVar("T")
-ABORT_S = 10.0  # for a communicator to end its kernels
+logger = logging.getLogger(__name__)
+ABORT_S = 10.0  # for communicators to end their kernels
 
 
 def abort_collectives() -> None:
     """End what this rank's GPU runs with other ranks; no group's NCCL can be used afterwards.
 
-    Each group in a thread of its own: a communicator that idles frees its memory, which waits for
-    the kernels of all others. One by one, in torch's order, two ranks on H200s so hung.
+    Each group in a thread of its own. torch aborts one after another, and a small program of two
+    groups then hung on H200s: probably an idle communicator waits, as it frees its memory, for the
+    kernel of the other.
     """
     groups = list(distributed_c10d._world.pg_map)
     threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
     for thread in threads:
         thread.start()
+
+    deadline = time.monotonic() + ABORT_S
     for thread in threads:
-        thread.join(ABORT_S)
+        thread.join(max(0.0, deadline - time.monotonic()))
+    num_left = sum(thread.is_alive() for thread in threads)
+    if num_left:
+        logger.warning("%d of %d groups are not aborted after %g s", num_left, len(groups), ABORT_S)
 
 
 def all_reduce_sums(values: Figures, group: dist.ProcessGroup) -> Figures:

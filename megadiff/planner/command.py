@@ -160,8 +160,7 @@ def to_text(network: Network) -> str:
     if config.lora.rank:
         trained = f"{model.num_trained / 1e9:.3g} B are trained"
         lines.append(f"LoRA of rank {config.lora.rank}: {trained}, all else is frozen")
-        configured = [row for row in plan.estimates if row.placing.backend == config.engine.backend]
-        if any(row.work.shares_base for row in configured):
+        if _shares_base(plan):
             lines.append("the frozen base is on a GPU once, for its trainer rank and its replica")
 
     num_passes = "two passes (guidance)" if work.passes == 2 else "one pass"
@@ -230,13 +229,22 @@ def _row(plan: MemoryPlan, estimate: Estimate) -> str:
     return _cells(mark, cells, verdict)
 
 
+def _shares_base(plan: MemoryPlan) -> bool:
+    """Tell whether replicas map the trainer's base in a layout of the configured engine."""
+    backend = plan.config.engine.backend
+    return any(row.work.shares_base for row in plan.estimates if row.placing.backend == backend)
+
+
 def _replica_line(plan: MemoryPlan) -> str:
     replicas = plan.replicas
     if not replicas.per_gpu:
         return "replicas: none on these GPUs"
-    text = f"replicas: {replicas.per_gpu} a GPU, {_gib(replicas.weights)} GiB of weights"
+    weights = f"{_gib(replicas.weights)} GiB of weights"
     if replicas.pushed != replicas.weights:
-        text += f" ({_gib(replicas.pushed)} while a push lands)"
+        weights += f" ({_gib(replicas.pushed)} while a push lands)"
+    if _shares_base(plan):
+        weights = f"{_gib(replicas.beside_base)} GiB of weights beside the base"
+    text = f"replicas: {replicas.per_gpu} a GPU, {weights}"
 
     asleep = "awake"
     if replicas.sleeps:

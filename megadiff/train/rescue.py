@@ -150,11 +150,14 @@ class Rescue:
     def failed(self, error: BaseException) -> None:
         """Save what is whole, after the main thread's error. Returns then, or after RESCUE_S.
 
-        Raises SystemExit where a rescue was saving already: it ends collectives, and so steps.
+        Raises SystemExit where a rescue was saving already. It may have aborted the collective that
+        the main thread was in, so the error is of no interest.
         """
         if self.requests.is_over or not self._thread.is_alive():
             return
-        if self.engine.gate.is_over:
+        if self.engine.gate.has_ended:
+            logger.info("while a rescue was saving: %s", error_text(error))
+            self._main_failed.set()
             self._thread.join(RESCUE_S)
             raise SystemExit(self.exit_code) from error
         self._main_failed.set()

@@ -25,8 +25,8 @@ LARGEST = torch.finfo(FP8).max
 class Fp8Linears:
     """Switch layers of vLLM to FP8 products.
 
-    layers: name → a linear layer with a bfloat16 `weight`; one that is to be mapped has no memory
-    yet, and then no layer has a copy before refresh().
+    layers: name → a linear layer with a bfloat16 `weight`. Weights that are yet to be mapped have
+    no memory; their copies are made by the first refresh().
     in_place: the weights' memory is given back, layer by layer, as soon as they have their copies.
     BF16 weights and FP8 copies are never all in memory at once. Before each change of the weights
     comes make_room(), after it refresh().

@@ -74,7 +74,6 @@ def test_where_replicas_count(plan):
     )  # whose pushes would not bring all of it
     assert parts("lora.rank=8")["update"]["replica"] == parked  # it maps the trainer's base
     assert parts("lora.rank=8", "rollout.sleep=always")["update"]["replica"] == 0
-    assert parts("lora.rank=8", "rollout.sleep=always")["update"]["replica"] == 0
     d, scales = 3072, 4 * (8 * 3072 + 2 * 5 * 3072)
     copied = 60 * (8 * d * d + 4 * d * 4 * d)  # elements
     fp8, both = parts("rollout.fp8=true"), parts("rollout.fp8=true", "rollout.sleep=never")
@@ -96,6 +95,8 @@ def test_where_replicas_count(plan):
         copies,
         0,
     ]
+    awake = parts("lora.rank=8", "rollout.fp8=true")
+    assert [awake[phase]["replica"] for phase in ("rollout", "sync", "update")] == [copies] * 3
     assert {phase: parts["replica"] for phase, parts in separate.items()} == dict.fromkeys(
         asleep, 0
     )
