@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.process.identity import process_home
 
 # closed: it begins no optimizer step. stepped: it has finished its step, if it could.
@@ -205,6 +206,29 @@ def disagreement(states: list[RankState]) -> str:
             )
 
     return ""
+
+
+def outcome(checkpoints: Checkpoints, first: RankState, problem: str) -> str:
+    """Say in one line what is on disk. first: rank 0's state when it had settled."""
+    newest = checkpoints.saved_step
+    then = "the same command continues from there"
+    if checkpoints.config.checkpoint.resume != "auto":
+        then = "set checkpoint.resume=auto to continue from there"
+
+    if problem:
+        rest = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
+        return f"nothing was saved, {problem}; {rest}"
+
+    if first.finished_step <= first.saved_step:
+        return f"step {newest} is saved; {then}" if newest else "no step was finished"
+
+    is_copy = first.writing_step >= first.finished_step  # made before any further update
+    more = 0 if is_copy else first.steps - first.counted_steps
+    updates = "1 update" if more == 1 else f"{more} updates"
+    beyond = f" (with {updates} of step {first.finished_step + 1}, which is repeated)"
+    folder = checkpoints.folder_of(first.finished_step)
+
+    return f"saved {folder}{beyond if more else ''}; {then}"
 
 
 def _overwrite(path: Path, row: dict[str, object]) -> None:

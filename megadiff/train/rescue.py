@@ -22,7 +22,7 @@ from megadiff.checkpoint.checkpoints import Checkpoints
 from megadiff.engines.engine import Engine
 from megadiff.observe.events import Events
 from megadiff.process.words import error_text
-from megadiff.train.board import MOST_CHARS, Board, RankState, disagreement
+from megadiff.train.board import MOST_CHARS, Board, RankState, disagreement, outcome
 from megadiff.train.stop import (
     CLOSE_S,
     FINISH_S,
@@ -143,7 +143,7 @@ class Rescue:
         first = self.requests.first
         reason = first.reason if first else "another rank was asked to stop"
         self.requests.files.obeyed(reason=reason, exit_code=self.exit_code)
-        text = f"{reason}: {_outcome(self.checkpoints, RankState(rank=0), '')}"
+        text = f"{reason}: {outcome(self.checkpoints, RankState(rank=0), '')}"
         logger.warning("%s", text)
         self._events.write("run_stopped", step=self._finished.progress.step, text=text)
 
@@ -255,7 +255,7 @@ class Rescue:
         # the first rank that is there tells the outcome for all
         present = [state.rank for state in states if state.has_come("settled")] or [0]
         if self.board.own_state.rank == present[0]:
-            text = f"{reason}: {_outcome(self.checkpoints, first, problem)}"
+            text = f"{reason}: {outcome(self.checkpoints, first, problem)}"
             logger.error("%s", text)
             self._events.write("run_stopped", step=self._finished.progress.step, text=text)
 
@@ -384,26 +384,3 @@ class Rescue:
     def _end_at_a_second_signal(self) -> None:
         while not self._stopped.is_set():
             self.requests.listen()
-
-
-def _outcome(checkpoints: Checkpoints, first: RankState, problem: str) -> str:
-    """Say in one line what is on disk. first: rank 0's state when it had settled."""
-    newest = checkpoints.saved_step
-    then = "the same command continues from there"
-    if checkpoints.config.checkpoint.resume != "auto":
-        then = "set checkpoint.resume=auto to continue from there"
-
-    if problem:
-        rest = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
-        return f"nothing was saved, {problem}; {rest}"
-
-    if first.finished_step <= first.saved_step:
-        return f"step {newest} is saved; {then}" if newest else "no step was finished"
-
-    is_copy = first.writing_step >= first.finished_step  # made before any further update
-    more = 0 if is_copy else first.steps - first.counted_steps
-    updates = "1 update" if more == 1 else f"{more} updates"
-    beyond = f" (with {updates} of step {first.finished_step + 1}, which is repeated)"
-    folder = checkpoints.folder_of(first.finished_step)
-
-    return f"saved {folder}{beyond if more else ''}; {then}"

@@ -205,9 +205,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if self._parked is None:
             self._parked = ParkedWeights(self._parameters(pushed=False).values())
         self._parked.park()
-        # a mapped base is the trainer's
-        weights = {} if self._pipeline.maps_base else self._parameters()
-        self._freed = FreedWeights(weights.values())
+        maps_base = self._pipeline.maps_base  # it is the trainer's
+        self._freed = FreedWeights([] if maps_base else self._parameters().values())
         self._freed.free()
         self._fp8.free_copies()
         self._has_new_weights = True  # also those of a mapped base, which stay
@@ -335,8 +334,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         """Return `workers`: this value of every worker, in order."""
         group = get_tp_group()
         workers = gather_json(value, group.cpu_group) if group.world_size > 1 else [value]
-        # The server's side would unpack a bare list of one worker.
-        return {"workers": workers}
+        return {"workers": workers}  # the server's side would unpack a bare list of one
 
     def _views(self, *, meta: bool = False) -> Tensors:
         """Return diffusers name → this worker's part of the tensor, in the pipeline's memory.
