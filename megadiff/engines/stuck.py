@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -27,17 +27,12 @@ STUCK_S = 15.0  # a number's copy may wait behind a tensor's of some GiB
 ASK_S = 0.5  # between two copies
 
 
-@contextmanager
-def freed_when_stuck(number: Tensor) -> Iterator[None]:
+def freed_when_stuck(number: Tensor) -> AbstractContextManager[None]:
     """Abort this rank's collectives, within the context, once a number cannot be copied any more.
 
-    number: a tensor on the GPU, of the time when it still answered. On a CPU nothing is watched.
+    number: a tensor on the GPU, of the time when it still answered.
     """
-    if not number.is_cuda:
-        yield
-        return
-    with called_at_silence(_copies(number), abort_collectives, after_s=STUCK_S):
-        yield
+    return called_at_silence(_copies(number), abort_collectives, after_s=STUCK_S)
 
 
 @contextmanager

@@ -155,13 +155,12 @@ class Rescue:
         """
         if self.requests.is_over or not self._thread.is_alive():
             return
-        if self.engine.gate.has_ended:
-            logger.info("while a rescue was saving: %s", error_text(error))
-            self._main_failed.set()
-            self._thread.join(RESCUE_S)
-            raise SystemExit(self.exit_code) from error
+        was_saving = self.engine.gate.has_ended
         self._main_failed.set()
         self._end(error_text(error))
+        if was_saving:
+            logger.info("while a rescue was saving: %s", error_text(error))
+            raise SystemExit(self.exit_code) from error
 
     def launcher_gone(self) -> None:
         """Save what is whole, as torchrun was killed; returns when the process should be gone."""

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -166,26 +167,22 @@ def test_a_replica_of_either_vllm_omni_maps_a_base(version, flags, tiny_model, t
     if version == "0.26" and not Path(overlay, "vllm_omni").is_dir():
         pytest.skip("MEGADIFF_OVERLAY026 names no folder with vllm-omni 0.26")
     command = ["-m", "megadiff.cli.serve", str(tiny_model), *flags]
-    servers = start_replicas(1, folder=tmp_path, command=command, overlay=overlay)
-    try:
-        # of its own weights
-        expected = _image(ReplicaClient(_url(tmp_path), "replica_0", timeout_s=120)).json()["data"]
-    finally:
-        stop(servers)
-
-    command.append("--shared-base")
-    servers = start_replicas(1, folder=tmp_path, command=command, overlay=overlay)
-    try:
-        client = ReplicaClient(_url(tmp_path), "replica_0", timeout_s=120)
+    with _replica(tmp_path, command, overlay) as client:  # of its own weights
+        expected = _image(client).json()["data"]
+    with _replica(tmp_path, [*command, "--shared-base"], overlay) as client:
         if overlay:
             assert client.health()["vllm_omni"].startswith("0.26.")
         assert _map_and_sleep(client, tiny_model, dtype=flags[1]) == expected
+
+
+@contextmanager
+def _replica(folder: Path, command: list[str], overlay: str) -> Iterator[ReplicaClient]:
+    servers = start_replicas(1, folder=folder, command=command, overlay=overlay)
+    try:
+        entry = json.loads((folder / "registry/replica_0.json").read_text())
+        yield ReplicaClient(entry["url"], "replica_0", timeout_s=120)
     finally:
         stop(servers)
-
-
-def _url(folder: Path) -> str:
-    return json.loads((folder / "registry/replica_0.json").read_text())["url"]
 
 
 def _map_and_sleep(client: ReplicaClient, model: Path, *, dtype: str) -> list[dict]:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megadiff.engines.stuck import called_at_silence, freed_when_stuck
+from megadiff.engines.gate import StepGate
+from megadiff.engines.stuck import called_at_silence
 
 WAIT_S = 20.0
 
@@ -68,5 +69,5 @@ def test_one_that_raises_has_answered(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_weights_on_the_host_need_nobody_to_watch() -> None:
     num_threads = threading.active_count()
-    with freed_when_stuck(torch.zeros(1)):
+    with StepGate(torch.device("cpu")).after_changes():
         assert threading.active_count() == num_threads
