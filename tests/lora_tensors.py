@@ -87,9 +87,10 @@ def push_lora(
     *,
     version: int,
     model: Path,
+    dtype: str = "float32",
 ) -> dict:
     """Base and LoRA, in two buckets; the replica's answer to the commit."""
-    manifest = folder_manifest(model, ("transformer",), dtype="float32")
+    manifest = folder_manifest(model, ("transformer",), dtype=dtype)
     client.weights_begin(version, manifest | lora_manifest(spec, manifest), lora=spec)
     for tensors in (base, lora):
         client.weights_bucket(encode_bucket(list(tensors.items())))

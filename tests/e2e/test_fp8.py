@@ -1,5 +1,5 @@
-"""A replica whose blocks multiply in FP8: its copies follow every push, take the place of what was
-pushed and its log_probs are near bfloat16's.
+"""A replica whose blocks multiply in FP8: its copies follow every push, hold its LoRA, take the
+place of what was pushed, and its log_probs are near bfloat16's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megadiff.types import LoraSpec
 from tests.e2e.pushes import Tensors, folder_weights
 from tests.e2e.recompute import gap
 from tests.e2e.replica import REQUEST, start
+from tests.lora_tensors import expected_prints, linears, merged, push_lora, random_lora
 
 
 @pytest.fixture
@@ -72,3 +73,49 @@ def test_the_copies_follow_pushes_and_sleep(
     ):
         client.weights_begin(4, lora_manifest(spec, base), lora=spec)
     assert torch.equal(client.generate(REQUEST).latents_GSLC, states[0])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_copies_hold_the_lora(client: ReplicaClient, tiny_model: Path, in_place: bool) -> None:
+    """Two LoRAs, the second without a part of some packed layers, draw what their sums with the
+    base draw.
+    """
+    loaded = folder_weights(tiny_model, ("transformer",))
+    # multiples of 1/64, LoRA's products of 1/16: their sums are exact in bfloat16
+    weights = {name: _multiples(tensor, 1 / 64) for name, tensor in loaded.items()}
+    modules = linears(weights)
+    specs = [LoraSpec(rank=2, alpha=4.0, modules=some) for some in (modules, modules[::2])]
+    loras = [
+        {name: _multiples(t, 1 / 8) for name, t in random_lora(weights, spec).items()}
+        for spec in specs
+    ]
+
+    drawn = []
+    for version, (spec, lora) in enumerate(zip(specs, loras, strict=True)):
+        _push(client, merged(weights, lora, spec), version=2 * version, model=tiny_model)
+        expected = client.generate(REQUEST).latents_GSLC
+        answer = push_lora(
+            client, weights, lora, spec, version=2 * version + 1, model=tiny_model, dtype="bfloat16"
+        )
+        assert answer["fingerprints"] == expected_prints(weights, lora, spec)
+        drawn.append(client.generate(REQUEST).latents_GSLC)
+        assert torch.equal(drawn[-1], expected)
+    assert not torch.equal(*drawn)
+
+    if not in_place:  # else no push may leave out the base
+        base = folder_manifest(tiny_model, ("transformer",), dtype="bfloat16")
+        client.weights_begin(4, lora_manifest(specs[0], base), lora=specs[0])
+        client.weights_bucket(encode_bucket(list(loras[0].items())))
+        client.weights_commit(4)
+        assert torch.equal(client.generate(REQUEST).latents_GSLC, drawn[0])
+
+    _push(client, weights, version=5, model=tiny_model)  # without LoRA
+    alone = client.generate(REQUEST).latents_GSLC
+    assert not any(torch.equal(alone, other) for other in drawn)
+    client.sleep()
+    _push(client, weights, version=6, model=tiny_model)
+    assert torch.equal(client.generate(REQUEST).latents_GSLC, alone)
+
+
+def _multiples(tensor: torch.Tensor, unit: float) -> torch.Tensor:
+    return ((tensor / unit).round() * unit).clamp(-1, 1).bfloat16()

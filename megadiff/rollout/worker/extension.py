@@ -59,7 +59,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     _freed: FreedWeights | None = None
     _parked: ParkedWeights | None = None
     _fp8 = Fp8Linears({})  # of no layer, unless the replica was told to compute in FP8
-    _has_new_weights = False  # base weights that have no FP8 copies yet
+    _has_new_weights = False  # base weights or LoRA that have no FP8 copies yet
     _compiling = FirstRounds(0)
     _trace = WorkerTrace()
 
@@ -106,8 +106,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
         if not self.od_config.enforce_eager:
             self._compiling = FirstRounds(COMPILING_PUSHES)
-            components = self._components if self._pipeline.device.type == "cuda" else ()
-            for component in components:
+            for component in self._components if self._pipeline.device.type == "cuda" else ():
                 network = self._pipeline.get_submodule(component)
                 tune_blocks(network, num_rows=lambda: self._pipeline.num_rows)
 
@@ -135,8 +134,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         Raises ValueError when the pipeline's tensors are not those of the model folder.
         """
         pipeline = self._pipeline
-        # Shapes alone: FP8 copies may have taken the weights' memory already.
-        views = self._views(meta=True)
+        views = self._views(meta=True)  # FP8 copies may have taken the weights' memory already
         rows = folder_manifest(
             Path(pipeline.od_config.model), self._components, dtype="float32", plan=self._plan
         )
@@ -235,6 +233,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         if self._parked is not None:
             self._parked.wait()
         lora = LoraSpec(**{**spec, "modules": tuple(spec["modules"])}) if spec else None
+        self._has_new_weights |= lora != self.lora_manager.spec
         self.lora_manager.bind(lora, places=self._places)
 
     def quantize(self) -> dict[str, bool]:
@@ -243,7 +242,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         `keeps_weights` tells whether the weights stay, so that the next push may leave them out.
         """
         if self._has_new_weights:
-            self._fp8.refresh()
+            self._fp8.refresh(self.lora_manager.added)
             if self._fp8.in_place:
                 self.trim()
         self._has_new_weights = False
@@ -298,6 +297,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         for name, tensor in pairs:
             served = self._places.get(name)
             if is_lora(name):
+                self._has_new_weights = True
                 self.lora_manager.set_aside(name, tensor)
             elif served is None:
                 raise ValueError(f"the replica's model has no tensor {name}")

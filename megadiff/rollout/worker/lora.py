@@ -10,6 +10,8 @@ computes the same product, in its forward and for the comparison of fingerprints
 buffers have exactly the LoRA's rank: no padding that could hold something, and the same matrix
 products as in the trainer.
 
+A layer that computes in FP8 has B' A in its FP8 copy (worker/fp8.py), and adds nothing itself.
+
 Tested with vllm-omni 0.26 and 0.28.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
 
 from megadiff.models.served_names import ServedPlace, ServedPlaces
 from megadiff.parallel.plan import module_of
+from megadiff.rollout.worker.fp8 import Fp8Method
 from megadiff.tensors.lora_names import LORA_A, LORA_B, used_tensor
 from megadiff.tensors.manifest import name_difference
 from megadiff.types import LoraSpec, Tensors
@@ -114,6 +118,22 @@ class PolicyLora(DiffusionLoRAManager):
                 tensors[name + LORA_A] = layer.lora_a_stacked[served.shard][SLOT, 0]
                 tensors[name + LORA_B] = layer.lora_b_stacked[served.shard][SLOT, 0]
         return tensors
+
+    def added(self, module: str) -> Tensor | None:
+        """Return what LoRA adds to a served module's weight, [O, N] float32; None for nothing.
+
+        A tensor-parallel worker gets its part, as its weight is one.
+        """
+        layer = self._lora_modules.get(module)
+        if layer is None or not any(layer._diffusion_lora_active_slices):
+            return None
+
+        parts = []
+        for shard, is_bound in enumerate(layer._diffusion_lora_active_slices):
+            a_RN = layer.lora_a_stacked[shard][SLOT, 0].float()
+            b_OR = layer.lora_b_stacked[shard][SLOT, 0].float()
+            parts.append(b_OR @ a_RN if is_bound else a_RN.new_zeros(len(b_OR), a_RN.shape[1]))
+        return torch.cat(parts)
 
     def bound_modules(self, *, places: ServedPlaces) -> list[str]:
         """Return the modules that compute with a LoRA, with their component, sorted.
@@ -207,6 +227,8 @@ class PolicyLora(DiffusionLoRAManager):
             stacked_b = [b[..., : spec.rank].contiguous() for b in layer.lora_b_stacked]
             layer.lora_a_stacked = tuple(stacked_a)
             layer.lora_b_stacked = tuple(stacked_b)
+            if isinstance(layer.base_layer.quant_method, Fp8Method):
+                layer.apply = MethodType(_apply_base, layer)
 
     def _reset_layers(self, *, except_of: Collection[str] = ()) -> None:
         for name, layer in self._lora_modules.items():
@@ -237,6 +259,10 @@ class PolicyLora(DiffusionLoRAManager):
                 f"{' and '.join(components)}: {', '.join(wrong[:5])}"
             )
         return modules
+
+
+def _apply_base(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return layer.base_layer.quant_method.apply(layer.base_layer, x, bias)
 
 
 def _component(name: str) -> str:
