@@ -39,10 +39,11 @@ MOST_NODES = 1024
 MOST_WAITING = 0.5  # of the seconds of computation, where more nodes stop to pay
 
 # TFLOP/s of the model's own operations that whole steps reach on H200s, all compiled: "Whole steps"
-# in docs/performance.md, of 761 TFLOP/s. With LoRA: rank 64.
+# in docs/performance.md, of 761 TFLOP/s. With LoRA: rank 64. The trainer's FP8 saves a step as much
+# as its forwards for old log_probs cost.
 REACHED_ON = "NVIDIA H200"
-REACHED_TFLOPS = {"rollout": 0.68 * 761, "train": 0.51 * 761}
-REACHED_TFLOPS_LORA = {"rollout": 0.60 * 761, "train": 0.34 * 761}
+REACHED_TFLOPS = {"rollout": 0.68 * 761, "rollout in FP8": 0.92 * 761, "train": 0.51 * 761}
+REACHED_TFLOPS_LORA = {"rollout": 0.60 * 761, "rollout in FP8": 1.05 * 761, "train": 0.34 * 761}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,7 @@ class Network:
 
         tflop = step_tflop(config, model.adapter, self.plan.text_tokens)
         reached = REACHED_TFLOPS_LORA if config.lora.rank else REACHED_TFLOPS
+        rollout_tflops = reached["rollout in FP8" if config.rollout.fp8 else "rollout"]
         name = f"NVIDIA {self.gpu.partition('-')[0].upper()}"
         # as far as other GPUs reach the same part of their peak
         speed = PEAK_TFLOPS[name] / PEAK_TFLOPS[REACHED_ON] * placing.layout.world_size
@@ -131,7 +133,7 @@ class Network:
             traffic=traffic,
             links=self.links,
             train_s=tflop["train"] / reached["train"] / speed,
-            rollout_s=0.0 if is_separate else tflop["rollout"] / reached["rollout"] / speed,
+            rollout_s=0.0 if is_separate else tflop["rollout"] / rollout_tflops / speed,
         )
 
     def limit(self, placing: Placing) -> tuple[int, str]:

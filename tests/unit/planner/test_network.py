@@ -202,6 +202,18 @@ def test_the_work_of_a_step_is_the_models_own(capsys):
     assert separate["layouts"][0]["network"]["rollout_s"] == 0
 
 
+def test_fp8_replicas_draw_faster(capsys):
+    """docs/performance.md: 32 samples with LoRA take one H200 20.9 s, FP8 replicas 12.5 s."""
+    recipe = str(ROOT / "configs/recipes/qwen_image_flowgrpo_lora_1xh100.yaml")
+    size = ["--world-size", "1", "--text-tokens", "64", "--json", "train.prompts_per_step=2"]
+    rollout_s = []
+    for fp8 in ("false", "true"):
+        main(["plan", recipe, MODEL, *size, f"rollout.fp8={fp8}"])
+        layout = json.loads(capsys.readouterr().out)["layouts"][0]
+        rollout_s.append(layout["network"]["rollout_s"])
+    assert rollout_s == pytest.approx([20.9, 12.5], rel=0.1)
+
+
 def test_shards_across_nodes_are_named_with_both_figures(plan_text):
     text = plan_text("--nodes", "2")
     assert "* parallel.dp_replicate=1 shards weights over 16 GPUs, a node has 8: " in text
