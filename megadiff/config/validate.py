@@ -251,10 +251,12 @@ def _check_lora(config: Config) -> None:
                     f"set lora.rank, or {key}={neutral}"
                 )
 
-    if lora.rank and config.engine.fp8 != "none":
+    engine = config.engine
+    if lora.rank and engine.fp8 != "none" and engine.backend == "megatron":
         raise ConfigError(
-            f"lora.rank={lora.rank} with engine.fp8={config.engine.fp8}: adapters are put beside "
-            "layers in engine.dtype only; set engine.fp8=none, or lora.rank=0"
+            f"lora.rank={lora.rank} with engine.fp8={engine.fp8} and engine.backend=megatron: "
+            "adapters are not put beside Transformer Engine's layers; set engine.fp8=none, or "
+            "engine.backend=veomni"
         )
 
 

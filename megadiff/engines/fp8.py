@@ -11,6 +11,9 @@ then becomes the same FP8 value whatever shares its scale, down to 1/14336 of th
 that FP8 has fewer bits. So a sample's velocity hardly depends on its microbatch or the layout, and
 trainer and replicas round alike under either scaling. Linears see weights as FSDP2 has gathered
 them, so a weight's scale is the same under every layout.
+
+LoRA's own products stay in bfloat16, beside a linear in FP8. Compiled, no gradient of a frozen
+weight is computed; eager, torchao computes it and it is dropped.
 """
 
 from __future__ import annotations

@@ -58,9 +58,6 @@ def _obstacles(
     if rollout.tp > 1:
         yield f"rollout.tp={rollout.tp} splits a replica's weights; it takes 1"
 
-    if config.engine.fp8 != "none":
-        yield f"engine.fp8={config.engine.fp8}; it takes none"
-
     if config.engine.dtype != config.model.dtype:
         yield f"engine.dtype={config.engine.dtype} is not model.dtype={config.model.dtype}"
 

@@ -233,10 +233,10 @@ def _build_transformer(
         # frozen weights need no float32 masters
         parameters[name].data = parameters[name].data.to(dtype)
         parameters[name].requires_grad_(False)
-    if adapters:
-        adapt_linears(model, adapters)
     if config.engine.fp8 != "none":
         multiply_in_fp8(model, plan, scaling=config.engine.fp8, device=mesh.device)
+    if adapters:  # last: LoRA's class is made from the layer's
+        adapt_linears(model, adapters)
 
     if is_veomnis:
         adapter.adapt_veomni_module(model)

@@ -75,8 +75,9 @@ def more_machines(machine: Machine) -> list[Machine]:
 def _lora_remedy(plan: MemoryPlan) -> Remedy | None:
     """Return LoRA with what it needs besides; None where that does not fit either."""
     settings: dict[str, object] = {"lora.rank": LORA_RANK}
-    # The config refuses both together.
-    if plan.config.engine.fp8 != "none":
+    engine = plan.config.engine
+    # the config refuses both together
+    if engine.fp8 != "none" and engine.backend == "megatron":
         settings["engine.fp8"] = "none"
     changed = with_settings(plan.config, [settings])
     adapter = plan.model.adapter

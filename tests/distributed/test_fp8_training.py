@@ -69,6 +69,11 @@ def _alone_worker(model: Path, folder: Path) -> None:
     save_file(sent_weights(engine), folder / "later_rowwise.safetensors")
     save_file(sent_weights(plain), folder / "later_none.safetensors")
 
+    for fp8 in ("none", "tensorwise"):
+        engine = _engine(model, fp8, lora=(4, 8.0), lr=0.05)
+        tensors = _measured(engine) | {"later": engine.velocities(mine(engine))}
+        save_file(tensors, folder / f"lora_{fp8}.safetensors")
+
 
 @pytest.mark.parametrize("fp8", SCALINGS)
 def test_velocity_and_gradient_are_near_bfloat16s(fp8: str, alone: Path) -> None:
@@ -79,6 +84,17 @@ def test_velocity_and_gradient_are_near_bfloat16s(fp8: str, alone: Path) -> None
     assert cosine_similarity(measured["gradient"], plain["gradient"], dim=0) > 0.99
     norm = float(measured["gradient"].norm() / plain["gradient"].norm())
     assert norm == pytest.approx(1, abs=0.03)
+
+
+def test_lora_is_beside_the_products(alone: Path) -> None:
+    """It adds nothing at first. Its gradient, and what one update adds, are near bfloat16's."""
+    whole = load_file(alone / "tensorwise.safetensors")
+    plain, lora = (load_file(alone / f"lora_{fp8}.safetensors") for fp8 in ("none", "tensorwise"))
+    assert torch.equal(lora["velocities"], whole["velocities"])
+    assert cosine_similarity(lora["gradient"], plain["gradient"], dim=0) > 0.98
+    added, expected = (each["later"] - each["velocities"] for each in (lora, plain))
+    assert expected.norm() > 0.02 * plain["velocities"].norm()
+    assert cosine_similarity(added.flatten(), expected.flatten(), dim=0) > 0.9
 
 
 def test_both_scalings_round_alike(alone: Path) -> None:

@@ -258,14 +258,16 @@ def test_a_judge_does_not_sleep_while_samples_are_drawn_ahead(base):
     validate(load_config([base, *ahead, judge[0]]), dp=1)
 
 
-def test_lora_is_not_for_fp8_layers_and_for_every_algorithm(base):
+def test_lora_is_not_for_megatrons_fp8_and_for_every_algorithm(base):
     fp8 = "engine={fp8: tensorwise, dtype: bfloat16}"
+    megatron = "engine.backend=megatron"
     with pytest.raises(
         ConfigError,
-        match="lora.rank=4 with engine.fp8=tensorwise.*set engine.fp8=none, or lora.rank=0",
+        match="lora.rank=4 with engine.fp8=tensorwise and engine.backend=megatron.*=veomni",
     ):
-        validate(load_config([base, "lora.rank=4", fp8]), dp=1)
-    validate(load_config([base, fp8]), dp=1)
+        validate(load_config([base, "lora.rank=4", fp8, megatron]), dp=1)
+    validate(load_config([base, "lora.rank=4", fp8]), dp=1)
+    validate(load_config([base, fp8, megatron]), dp=1)
     lora = [base, "lora={rank: 4, alpha: 8}"]
     validate(load_config(lora), dp=1)
     validate(

@@ -56,13 +56,19 @@ def test_more_gpus_are_whole_nodes():
 
 
 def test_lora_is_planned_before_it_is_advised(capsys, monkeypatch):
-    """FP8 is refused beside it. No more GPUs are tried here, on which all weights would fit."""
+    """Megatron refuses FP8 beside it. No more GPUs are tried, on which all weights would fit."""
     monkeypatch.setattr(remedies, "MORE_GPUS", ())
-    asked = ["plan", *ONE_GPU, "--gpu", "h100", "engine.fp8=tensorwise"]
-    assert main(asked) == 1
-    hint = re.search("^> it fits with: (.*)$", capsys.readouterr().out, re.M)[1]
-    assert hint.startswith("lora.rank=32 engine.fp8=none ")
-    assert main([*asked, *hint.split()]) == 0
+    fp8 = ["plan", *ONE_GPU, "--gpu", "h100", "engine.fp8=tensorwise"]
+    for backend, beginning in (
+        ("veomni", "lora.rank=32 "),
+        ("megatron", "lora.rank=32 engine.fp8=none "),
+    ):
+        asked = [*fp8, f"engine.backend={backend}"]
+        assert main(asked) == 1
+        hint = re.search("^> it fits with: (.*)$", capsys.readouterr().out, re.M)[1]
+        assert hint.startswith(beginning)
+        assert ("engine.fp8" in hint) == (backend == "megatron")
+        assert main([*asked, *hint.split()]) == 0
 
     # Where it is on, it is no advice.
     assert main(["plan", *ONE_GPU, "--gpu", "a100-40", "lora.rank=32"]) == 1
