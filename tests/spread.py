@@ -19,6 +19,7 @@ ALONE = (
     "test_replica",
     "test_replica_start",
     "test_report_browser",
+    "test_sft_data",
     "test_sft_families",
     "test_traps",
 )  # of tests/e2e

@@ -7,7 +7,7 @@ In fp32 on gloo processes, several checks a process: starting one takes longer t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -19,13 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from megadiff.config.schema import LoraConfig as LoraKeys
 from megadiff.engines.engine import Engine
 from megadiff.engines.lora import lora_values
 from megadiff.models.qwen_image.adapter import QwenImageAdapter
 from megadiff.models.qwen_image.plan import PLAN
-from megadiff.parallel.lora import lora_shapes, lora_spec, start_values
-from megadiff.tensors.lora_files import DIFFUSERS_WEIGHTS
+from megadiff.parallel.lora import lora_shapes, start_values
 from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.tensors.snapshot import Snapshot
 from megadiff.train.log_probs import log_probs
@@ -44,30 +42,12 @@ from tests.distributed.engines import (
     whole,
     write_gradients,
 )
+from tests.distributed.lora_layouts import ALPHA, LAYOUTS, LR, RANK, lora_engine, named_tensors
 from tests.distributed.ranks import run_ranks
 from tests.extra import cases
-from tests.lora_tensors import write_lora
 
-RANK, ALPHA = 3, 7.5  # divides nothing, and a scale that is neither 1 nor a power of two
-WHOLE_TOKENS = {"sequence_parallel": False}
-LAYOUTS = {  # engine, world size, sizes of the axes, budget
-    "veomni_dp1": ("veomni", 1, {}, 1.0),
-    "veomni_dp2": ("veomni", 2, {}, 0.5),
-    "veomni_sp2": ("veomni", 2, {"sp": 2}, 0.5),
-    "veomni_hsdp2": ("veomni", 2, {"dp_replicate": 2}, 1.0),
-    "veomni_dp1_sharded": ("veomni", 1, {}, 1.0),
-    "veomni_dp2_sharded": ("veomni", 2, {}, 0.5),
-    "veomni_sp2_sharded": ("veomni", 2, {"sp": 2}, 0.5),
-    "megatron_tp1": ("megatron", 1, {}, 0.5),
-    "megatron_tp2_whole_tokens": ("megatron", 2, {"tp": 2, **WHOLE_TOKENS}, 0.5),
-    "megatron_tp2": ("megatron", 2, {"tp": 2}, 1.0),
-    "megatron_tp2_dp2": ("megatron", 4, {"tp": 2}, 0.5),
-    "megatron_tp4": ("megatron", 4, {"tp": 4}, 1.0),
-    "megatron_tp2_sp2": ("megatron", 4, {"tp": 2, "sp": 2}, 0.5),
-}
 LIKE_OTHERS = ("megatron_tp2_whole_tokens", "megatron_tp2_sp2")
-TARGETS = ("to_q", "attn.add_k_proj", "img_mlp.net.2")
-STEPS, SAVED_STEP, LR, WEIGHT_DECAY, MAX_NORM = 4, 2, 5e-3, 1e-1, 0.05
+STEPS, SAVED_STEP, WEIGHT_DECAY, MAX_NORM = 4, 2, 1e-1, 0.05
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +174,7 @@ def test_gradients_norms_and_weights_are_those_of_peft(layout, tiny_model, start
 
 
 def _run_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> None:
-    engine = _engine(tiny_model, layout, lr=0.0)
+    engine = lora_engine(tiny_model, layout, lr=0.0)
     _check_start(engine, tiny_model)
     engine.load(start)
     for scale in (1.0, 4.0):
@@ -215,7 +195,7 @@ def _check_start(engine: Engine, tiny_model: Path) -> None:
     """A is what every layout draws, B is 0, and so the adapter changes nothing yet: not one bit."""
     spec, shapes = _lora(tiny_model)
     assert engine.lora == spec
-    for name, tensor in _tensors(engine.named_lora(10_000)).items():
+    for name, tensor in named_tensors(engine.named_lora(10_000)).items():
         name = name.removeprefix("transformer.")
         assert torch.equal(tensor, start_values(name, shapes[name], seed=0)), name
     policy = log_probs(engine, mine(engine))
@@ -239,12 +219,12 @@ def _check_end(engine: Engine, tiny_model: Path, end: ShardFolder, layout: str) 
         collectives.get_total_counts() <= len(buckets) < len(shapes) / 2
     )  # of many tensors at once
     assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 5_000 for bucket in buckets)
-    lora = _tensors(iter(buckets))
+    lora = named_tensors(iter(buckets))
     assert list(lora) == [f"transformer.{name}" for name in shapes]
     assert all(torch.equal(tensor, whole(end, f"model/{name}")) for name, tensor in lora.items())
     for tensor in lora.values():
         tensor.zero_()  # the receiver's own
-    base = _tensors(engine.named_weights(100_000))
+    base = named_tensors(engine.named_weights(100_000))
     assert base.keys() == {f"transformer.{name}" for name in source}
     assert all(torch.equal(base[f"transformer.{name}"], tensor) for name, tensor in source.items())
 
@@ -326,7 +306,7 @@ def _precision_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> 
     """The base is held in bfloat16 and nowhere else; what is trained starts unrounded, and updates
     too small for bfloat16 add up.
     """
-    engine = _engine(tiny_model, layout, lr=1e-6, dtype="bfloat16")
+    engine = lora_engine(tiny_model, layout, lr=1e-6, dtype="bfloat16")
     engine.save(out / "fresh")
     dist.barrier()
     fresh = ShardFolder(out / "fresh")
@@ -349,7 +329,7 @@ def _precision_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> 
     assert all(".lora_" in name for name in [*only(engine)._masters, *only(engine)._optimized])
 
     source = load_file(tiny_model / "transformer" / "diffusion_pytorch_model.safetensors")
-    base = _tensors(engine.named_weights(1 << 20))
+    base = named_tensors(engine.named_weights(1 << 20))
     assert all(
         torch.equal(base[f"transformer.{name}"], full.bfloat16().float())
         for name, full in source.items()
@@ -364,78 +344,12 @@ def _precision_worker(tiny_model: Path, start: Path, out: Path, layout: str) -> 
     assert unrounded < moved / 2, "updates too large to show what the masters are for"
     engine.save(out / "checkpoint")
     dist.barrier()
-    resumed = _engine(tiny_model, layout, lr=1e-6, dtype="bfloat16")
+    resumed = lora_engine(tiny_model, layout, lr=1e-6, dtype="bfloat16")
     resumed.load(out / "checkpoint")
     assert torch.equal(
         log_probs(resumed, mine(engine)).log_probs_NW, log_probs(engine, mine(engine)).log_probs_NW
     )
 
 
-@pytest.mark.parametrize("layout", ["veomni_dp2", "veomni_sp2", "megatron_tp1", "megatron_tp2"])
-def test_some_modules_from_a_file(layout, tiny_model, tmp_path):
-    """The policy of step 0 is that of the file, whole on every rank; only its modules are trained,
-    and a resumed run goes on where it was, without the file's values.
-    """
-    base = {
-        name: tuple(p.shape)
-        for name, p in QwenImageAdapter(tiny_model).empty_transformer().named_parameters()
-    }
-    keys = LoraKeys(rank=RANK, alpha=ALPHA, targets=list(TARGETS))
-    spec = lora_spec(keys, PLAN, base)
-    write_lora(tmp_path / "lora", spec, lora_shapes(spec, base))
-    _, world_size, _, _ = LAYOUTS[layout]
-    run_ranks(_start_worker, world_size, tiny_model, tmp_path, layout)
-
-
-def _start_worker(tiny_model: Path, out: Path, layout: str) -> None:
-    options = {"lora_targets": TARGETS, "lora_start": out / "lora", "lr": LR}
-    engine = _engine(tiny_model, layout, **options)
-    stored = load_file(out / "lora" / DIFFUSERS_WEIGHTS)
-    served = _tensors(engine.named_lora(10_000))
-    assert served.keys() == stored.keys()
-    assert all(torch.equal(tensor, stored[name]) for name, tensor in served.items())
-    policy = log_probs(engine, mine(engine))
-    with engine.reference():
-        reference = log_probs(engine, mine(engine))
-    assert (policy.log_probs_NW - reference.log_probs_NW).abs().max() > 1e-3
-
-    fresh = _engine(tiny_model, layout, lora_targets=TARGETS, lr=LR)
-    assert fresh.lora == engine.lora
-    engine.save(out / "checkpoint")
-    dist.barrier()
-    fresh.load(out / "checkpoint")
-    assert torch.equal(log_probs(fresh, mine(engine)).log_probs_NW, policy.log_probs_NW)
-
-    figures = [each.update(mine(each), LOSS) for each in (engine, fresh)]
-    assert figures[0] == figures[1] and figures[0]["optim/grad_norm"] > 0
-    moved = _tensors(engine.named_lora(10_000))
-    assert moved.keys() == stored.keys()
-    assert not any(torch.equal(tensor, stored[name]) for name, tensor in moved.items())
-
-    engine.save(out / "later")
-    dist.barrier()
-    resumed = _engine(tiny_model, layout, **options)
-    resumed.load(out / "later")
-    figures = [each.update(mine(each), LOSS) for each in (engine, resumed)]
-    assert figures[0] == figures[1]
-
-
-def _tensors(buckets: Iterator[list[tuple[str, Tensor]]]) -> dict[str, Tensor]:
-    return dict(pair for bucket in buckets for pair in bucket)
-
-
 def _trainer(tiny_model: Path, layout: str) -> Engine:
-    return _engine(tiny_model, layout, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM)
-
-
-def _engine(tiny_model: Path, layout: str, **options: object) -> Engine:
-    backend, _, sizes, budget = LAYOUTS[layout]
-    return build(
-        tiny_model,
-        sizes,
-        backend=backend,
-        budget=budget,
-        lora=(RANK, ALPHA),
-        shared_base="never" if layout.endswith("_sharded") else "auto",
-        **options,
-    )
+    return lora_engine(tiny_model, layout, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_NORM)

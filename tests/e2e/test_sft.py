@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import QwenImagePipeline
-from PIL import Image
 
 from megadiff.cli.train import main
 from megadiff.convert.convert import Options, convert
@@ -29,29 +28,9 @@ from megadiff.tensors.shards import Shard, ShardFolder
 from megadiff.types import Prompt, RolloutRequest, Sampling
 from tests.distributed.ranks import run_ranks
 from tests.e2e.asking import ask_in, by_file
-from tests.e2e.conftest import ENVIRONMENT, ROOT, Result, Trainer
-from tests.e2e.servers import replicas_of
+from tests.e2e.captioned import SETTINGS, trainer_of_images, write_images
+from tests.e2e.conftest import ENVIRONMENT, ROOT, Result
 
-CAPTIONS = [
-    "a red wall",
-    "eine grüne Wand",
-    "一面蓝色的墙 🧱",
-    "a red wall",
-    "a yellow wall",
-    "a wall",
-]
-SETTINGS = [
-    "algorithm.name=sft",
-    "algorithm.group_size=2",
-    "train.updates_per_step=1",
-    "train.num_steps=20",
-    "train.prompts_per_step=2",
-    "train.microbatch_size=3",
-    "optim.lr=1e-3",
-    "optim.warmup_steps=8",
-    "checkpoint.every=10",
-    "rollout.num_inference_steps=3",
-]
 AVERAGED = "algorithm.ema_decay=0.99"
 HALF = 10  # steps: an evaluation and a checkpoint come with it
 SAME = ("loss/flow_matching", "optim/grad_norm", "optim/lr")
@@ -61,31 +40,7 @@ SAMPLING = Sampling(height=64, width=64, num_inference_steps=3, sde_type="ode", 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory, tiny_model):
-    """One folder for all runs: the latents are made once.
-
-    Its images/ has six images and five captions.
-    """
-    trainer = Trainer(tmp_path_factory.mktemp("sft"), tiny_model)
-    write_images(trainer.folder / "images")
-    (trainer.folder / "held_out.txt").write_text("a green wall\na black wall\n")
-    return trainer
-
-
-def write_images(folder):
-    folder.mkdir()
-    for number in range(len(CAPTIONS)):
-        pixels = np.random.default_rng(number).integers(0, 256, (80, 64, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.png")
-    write_rows(
-        folder,
-        [{"file_name": f"{number}.png", "text": text} for number, text in enumerate(CAPTIONS)],
-    )
-
-
-def write_rows(folder, rows):
-    (folder / "metadata.jsonl").write_text(
-        "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8"
-    )
+    return trainer_of_images(tmp_path_factory.mktemp("sft"), tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -301,67 +256,6 @@ def test_the_report_tells_loss_and_evaluation(reference):
         "a green wall",
     ):
         assert text in page
-
-
-@pytest.mark.parametrize(
-    ("images", "text"),
-    [
-        (
-            "nowhere",
-            "nowhere: no such file or folder; give a folder with metadata.jsonl, a .parquet or "
-            ".tar file, or module:Class",
-        ),
-        ("empty", "empty: holds none of them; need metadata.jsonl"),
-        (
-            "uncaptioned",
-            (
-                "metadata.jsonl:2: no caption among the keys ['file_name']; name it caption or "
-                "text or prompt"
-            ),
-        ),
-        ("absent", "absent/9.png does not exist; restore it or remove the row"),
-    ],
-)
-def test_wrong_data_are_refused_before_anything_starts(trainer, capsys, images, text):
-    folder = trainer.folder / images
-    if images != "nowhere":
-        folder.mkdir()
-    if images in ("uncaptioned", "absent"):
-        write_rows(folder, [{"file_name": "0.png", "text": "a"}, {"file_name": "0.png"}])
-        Image.new("RGB", (64, 64)).save(folder / "0.png")
-    if images == "absent":
-        write_rows(folder, [{"file_name": "9.png", "text": "a"}])
-    assert (
-        main([*trainer.command(*SETTINGS, f"data.images={folder}", name=images)[3:], "--dry-run"])
-        == 2
-    )
-    assert text in capsys.readouterr().err
-    assert not (trainer.folder / images / "run").exists()
-
-
-def test_dry_run_counts_images(trainer, capsys):
-    overrides = [*SETTINGS, f"data.images={trainer.folder / 'images'}"]
-    assert main([*trainer.command(*overrides)[3:], "--dry-run", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert (
-        plan["num_prompts"],
-        plan["samples_per_step"],
-        plan["microbatches_per_update_and_rank"],
-    ) == (6, 4, 2)
-
-
-def test_a_cut_image_ends_the_run_and_its_replica(trainer):
-    """Found while data are encoded, when the replica has been started already."""
-    folder = trainer.folder / "cut"
-    write_images(folder)
-    (folder / "4.png").write_bytes((folder / "4.png").read_bytes()[:2000])
-    evaluation = ["eval.every=10", f"eval.prompts={trainer.folder / 'held_out.txt'}"]
-    result = trainer.run(*SETTINGS, f"data.images={folder}", *evaluation, name="of_cut")
-    assert result.code == 1
-    assert "metadata.jsonl:5 (4.png): 2000 bytes that are no readable image" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert replicas_of(trainer.folder / "of_cut") == []
-    assert not list((trainer.folder / "cache").glob(".writing_*"))
 
 
 def test_a_full_disk_while_encoding(trainer):

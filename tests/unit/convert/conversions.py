@@ -23,6 +23,9 @@ from megadiff.tensors.snapshot import Snapshot
 from megadiff.types import LoraSpec, Progress
 
 WEIGHTS = Path("transformer") / "diffusion_pytorch_model.safetensors"
+NAME = "transformer_blocks.1.attn.to_q.weight"
+RANK, ALPHA = 4, 10.0  # of conftest.py's adapter
+PEFT = "adapter_model.safetensors"
 PROMPTS = {"position": 14, "num_prompts": 9, "seed": 0, "shuffle": 1}
 
 
@@ -79,6 +82,16 @@ def resaved(
     )
     transformer.save_pretrained(out / "transformer", max_shard_size=max_shard_size)
     return out
+
+
+def transformer(model: Path) -> QwenImageTransformer2DModel:
+    return QwenImageTransformer2DModel.from_pretrained(model / "transformer")
+
+
+def pairs(file: Path) -> dict[str, Tensor]:
+    """The tensors under our names."""
+    prefix = "base_model.model." if file.name == PEFT else "transformer."
+    return {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
 
 
 def stored(checkpoint: Path) -> dict[str, Tensor]:

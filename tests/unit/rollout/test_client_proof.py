@@ -17,7 +17,7 @@ from megadiff.rollout.limits import RUN_HEADER
 from megadiff.rollout.proof import REPLICA, TRAINER, new_nonce, sign
 from tests.unit.process.strangers import Stranger, drip, reply
 from tests.unit.rollout.served import announce, replica_routes
-from tests.unit.rollout.test_supervisor import supervised
+from tests.unit.rollout.supervised import supervised
 
 TOKEN = "s3cret-" + "0" * 25
 NO_PROOF = {"nonce": "0" * 32, "proof": "0" * 64}

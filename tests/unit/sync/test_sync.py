@@ -1,108 +1,29 @@
 """The sync against targets that misbehave. (What real replicas do is in tests/e2e.)"""
 
-import json
 import threading
 import time
 import weakref
 
 import pytest
 import torch
-from safetensors.torch import load
 
 from megadiff.models.served_names import ServedPlace
 from megadiff.parallel.collectives import AgreedError
 from megadiff.sync.shared_base import MAPPED, MappedMemory, SharedBase
 from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.base import HttpTransport
-from megadiff.tensors.fingerprint import commit_answer, fingerprint
-from megadiff.tensors.lora_names import lora_manifest, lora_modules, used_tensor
-from megadiff.types import LoraSpec
 from tests.meshes import one_rank_mesh
-
-WEIGHTS = {
-    f"transformer.layer{i}.weight": torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
-    for i in range(5)
-}
-MANIFEST = {name: {"dtype": "float32", "shape": [4, 8]} for name in WEIGHTS}
-LORA = LoraSpec(rank=2, alpha=4.0, modules=("layer1", "layer3"))
-NAME = "transformer.layer0.weight"
-
-
-def lora_tensors(factor):
-    shapes = {
-        f"transformer.{module}.lora_{side}.weight": shape
-        for module in LORA.modules
-        for side, shape in SIDES.items()
-    }
-    return {name: torch.full(shape, factor) for name, shape in shapes.items()}
-
-
-SIDES = {"A": (2, 8), "B": (4, 2)}
-
-
-class Source:
-    """Gives the weights in buckets of two."""
-
-    def __init__(self, weights, lora=None):
-        self.weights, self.lora, self.finished, self.factor = weights, lora, False, 1.0
-        self.changed = {name.partition(".")[0] for name in weights}
-
-    def mark_pushed(self):
-        self.changed = set()
-
-    def named_weights(self, bucket_bytes, components):
-        items = [item for item in self.weights.items() if item[0].partition(".")[0] in components]
-        for start in range(0, len(items), 2):
-            yield items[start : start + 2]
-        self.finished = True
-
-    def named_lora(self, bucket_bytes, components):
-        yield [
-            item
-            for item in lora_tensors(self.factor).items()
-            if item[0].partition(".")[0] in components
-        ]
-
-
-class Target:
-    """A replica of len(boxes) workers that holds its part of what it was sent, after `fault` had
-    its way with it.
-    """
-
-    url = "http://127.0.0.1:1"
-
-    def __init__(self, name="replica_0", fault=lambda bucket: bucket, boxes=({},)):
-        self.name, self.fault, self.boxes = name, fault, boxes
-        self.held, self.version, self.begun, self.bound = {}, None, [], None
-
-    def weights_begin(self, version, manifest, *, lora, transport):
-        assert transport == {"name": "http"}
-        self.begun.append(set(json.loads(manifest)))
-        self.lora = lora
-
-    def weights_bucket(self, bucket):
-        self.held |= dict(self.fault(sorted(load(bytes(bucket)).items(), key=lambda item: item[0])))
-
-    def weights_commit(self, version, digests):
-        self.version = version
-        bound = self.bound if self.bound is not None else sorted(lora_modules(self.held))
-        used = {name: used_tensor(name, tensor, self.lora) for name, tensor in self.held.items()}
-        workers = [
-            {
-                "fingerprints": {
-                    name: fingerprint(_cut(tensor, boxes.get(name)))
-                    for name, tensor in used.items()
-                },
-                "bound_modules": bound,
-            }
-            for boxes in self.boxes
-        ]
-        self.answer = commit_answer(workers, digests)
-        return self.answer
-
-
-def _cut(tensor, box):
-    return tensor if box is None else tensor[tuple(slice(*one) for one in box)].contiguous()
+from tests.unit.sync.fake_replica import (
+    LORA,
+    MANIFEST,
+    NAME,
+    PAIR,
+    PAIR_MANIFEST,
+    WEIGHTS,
+    Source,
+    Target,
+    lora_tensors,
+)
 
 
 @pytest.fixture(scope="module")
@@ -258,12 +179,6 @@ def test_lora_that_is_bound_to_fewer_modules(cpu_group):
         _sync(cpu_group, Source(WEIGHTS, LORA), target).push(0)
 
 
-PAIR = WEIGHTS | {
-    name.replace("transformer", "transformer_2"): tensor + 1 for name, tensor in WEIGHTS.items()
-}
-PAIR_MANIFEST = {name: {"dtype": "float32", "shape": [4, 8]} for name in PAIR}
-
-
 def test_only_the_component_that_was_trained_travels(cpu_group):
     """What stays is verified all the same, against what was sent of it before."""
     source, targets = Source(dict(PAIR)), (Target(), Target("replica_1"))
@@ -313,27 +228,6 @@ def test_what_was_forgotten_travels_again(cpu_group):
         target.held.clear()
         sync.push(version)
         assert target.begun[-1] == target.held.keys() == set(PAIR)
-
-
-def test_a_lora_is_of_every_component_that_has_its_modules():
-    lora = LoraSpec(rank=2, alpha=4.0, modules=("layer1",))
-    fewer = {
-        name: row for name, row in PAIR_MANIFEST.items() if name != "transformer_2.layer3.weight"
-    }
-    assert lora_modules(lora_manifest(lora, fewer)) == {
-        "transformer.layer1",
-        "transformer_2.layer1",
-    }
-    assert lora_modules(lora_manifest(LORA, fewer)) == {
-        "transformer.layer1",
-        "transformer_2.layer1",
-        "transformer.layer3",
-    }
-    with pytest.raises(
-        ValueError,
-        match="'layer9' is a matrix of none of the components transformer, transformer_2",
-    ):
-        lora_manifest(LoraSpec(rank=2, alpha=4.0, modules=("layer9",)), fewer)
 
 
 BOXES = [
