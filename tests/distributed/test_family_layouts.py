@@ -22,15 +22,13 @@ from megadiff.parallel.regions import Group
 from megadiff.parallel.tokens import split_tokens
 from megadiff.tensors.source_folder import SourceFolder
 from tests.distributed.families import FAMILIES, Family, case_of
+from tests.distributed.omissions import Omission, check_omissions, patched
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sharded_model import (
     Layout,
-    Omission,
     Ranks,
-    check_omissions,
     check_parity,
     check_veomni,
-    patched,
     write_references,
 )
 from tests.extra import cases
