@@ -39,8 +39,8 @@ MOST_NODES = 1024
 MOST_WAITING = 0.5  # of the seconds of computation, where more nodes stop to pay
 
 # TFLOP/s of the model's own operations that whole steps reach on H200s, all compiled: "Whole steps"
-# in docs/performance.md, of 761 TFLOP/s. With LoRA: rank 64. The trainer's FP8 saves a step as much
-# as its forwards for old log_probs cost.
+# in docs/performance.md, of 761 TFLOP/s. With LoRA: rank 64. FP8 in the trainer is not counted, nor
+# is the trainer's forward for old log_probs, which FP8 replicas make necessary.
 REACHED_ON = "NVIDIA H200"
 REACHED_TFLOPS = {"rollout": 0.68 * 761, "rollout in FP8": 0.92 * 761, "train": 0.51 * 761}
 REACHED_TFLOPS_LORA = {"rollout": 0.60 * 761, "rollout in FP8": 1.05 * 761, "train": 0.34 * 761}

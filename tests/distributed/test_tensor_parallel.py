@@ -19,16 +19,9 @@ from torch import Tensor, nn
 
 from megadiff.parallel import regions
 from tests.distributed.families import FAMILIES, case_of
+from tests.distributed.omissions import Omission, check_omissions, patched
 from tests.distributed.ranks import run_ranks
-from tests.distributed.sharded_model import (
-    Layout,
-    Omission,
-    Ranks,
-    check_omissions,
-    check_parity,
-    patched,
-    write_references,
-)
+from tests.distributed.sharded_model import Layout, Ranks, check_parity, write_references
 
 FAMILY = FAMILIES["qwen_image"]
 CASE = case_of("qwen_image")

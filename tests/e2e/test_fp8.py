@@ -81,7 +81,7 @@ def test_the_copies_hold_the_lora(client: ReplicaClient, tiny_model: Path, in_pl
     base draw.
     """
     loaded = folder_weights(tiny_model, ("transformer",))
-    # multiples of 1/64, LoRA's products of 1/16: their sums are exact in bfloat16
+    # multiples of 1/64, LoRA's products of 1/32: their sums are exact in bfloat16
     weights = {name: _multiples(tensor, 1 / 64) for name, tensor in loaded.items()}
     modules = linears(weights)
     specs = [LoraSpec(rank=2, alpha=4.0, modules=some) for some in (modules, modules[::2])]
@@ -102,19 +102,40 @@ def test_the_copies_hold_the_lora(client: ReplicaClient, tiny_model: Path, in_pl
         assert torch.equal(drawn[-1], expected)
     assert not torch.equal(*drawn)
 
-    if not in_place:  # else no push may leave out the base
-        base = folder_manifest(tiny_model, ("transformer",), dtype="bfloat16")
-        client.weights_begin(4, lora_manifest(specs[0], base), lora=specs[0])
-        client.weights_bucket(encode_bucket(list(loras[0].items())))
-        client.weights_commit(4)
-        assert torch.equal(client.generate(REQUEST).latents_GSLC, drawn[0])
-
     _push(client, weights, version=5, model=tiny_model)  # without LoRA
     alone = client.generate(REQUEST).latents_GSLC
     assert not any(torch.equal(alone, other) for other in drawn)
     client.sleep()
     _push(client, weights, version=6, model=tiny_model)
     assert torch.equal(client.generate(REQUEST).latents_GSLC, alone)
+
+
+@pytest.mark.parametrize("in_place", [False])
+def test_the_copies_follow_a_lora_that_travels_alone(
+    client: ReplicaClient, tiny_model: Path
+) -> None:
+    """As in every step: values change under an equal spec. At the end there is no LoRA."""
+    loaded = folder_weights(tiny_model, ("transformer",))
+    weights = {name: _multiples(tensor, 1 / 64) for name, tensor in loaded.items()}
+    spec = LoraSpec(rank=2, alpha=4.0, modules=linears(weights))
+    lora = {name: _multiples(t, 1 / 8) for name, t in random_lora(weights, spec).items()}
+    half = {name: t / 2 if "lora_B" in name else t for name, t in lora.items()}
+    base = folder_manifest(tiny_model, ("transformer",), dtype="bfloat16")
+
+    _push(client, weights, version=0, model=tiny_model)
+    alone = client.generate(REQUEST).latents_GSLC
+    for version, values in enumerate((lora, half), start=1):
+        client.weights_begin(version, lora_manifest(spec, base), lora=spec)
+        client.weights_bucket(encode_bucket(list(values.items())))
+        client.weights_commit(version)
+    drawn = client.generate(REQUEST).latents_GSLC
+
+    client.weights_begin(3, {}, lora=None)
+    client.weights_commit(3)
+    assert torch.equal(client.generate(REQUEST).latents_GSLC, alone)
+
+    _push(client, merged(weights, half, spec), version=4, model=tiny_model)
+    assert torch.equal(client.generate(REQUEST).latents_GSLC, drawn)
 
 
 def _multiples(tensor: torch.Tensor, unit: float) -> torch.Tensor:

@@ -266,7 +266,7 @@ class Replica:
         async with self._turn(run):
             self.policy.check_commit(version)
             lora = self.policy.lora
-            # bound first: the fingerprints are of what the layers then compute with
+            # bound first: fingerprints are of what layers, or their FP8 copies, then take
             await self._handle_weights("bind_lora", dataclasses.asdict(lora) if lora else None)
             workers = (await self._handle_weights("fingerprints"))["workers"]
 

@@ -242,7 +242,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         `keeps_weights` tells whether the weights stay, so that the next push may leave them out.
         """
         if self._has_new_weights:
-            self._fp8.refresh(self.lora_manager.added)
+            self._fp8.refresh(self.lora_manager.product)
             if self._fp8.in_place:
                 self.trim()
         self._has_new_weights = False

@@ -6,8 +6,8 @@ by rows or whole tensors. Products are `torch._scaled_mm`'s, with the fast sums 
 forward has too. The bfloat16 weight is pushed or mapped, and fingerprinted; in place, only the copy
 stays after that.
 
-What LoRA adds is in the copy, which is made of W + B' A, summed in float32. So LoRA costs a forward
-nothing. In bfloat16, beside FP8's, its products took a quarter of a call's time.
+What LoRA adds is in the copy, which is made of W + B' A, summed in float32 (B' = α/r · B). So LoRA
+costs a forward nothing. A change that is small beside W is rounded with it: docs/fp8.md.
 """
 
 from __future__ import annotations
@@ -61,20 +61,22 @@ class Fp8Linears:
             self.refresh()
 
     @torch.no_grad()
-    def refresh(self, added: Callable[[str], Tensor | None] = no_lora) -> None:
+    def refresh(self, lora_product: Callable[[str], Tensor | None] = no_lora) -> None:
         """Make the copies from what the weights are now.
 
-        added: name → what LoRA adds to the layer's weight, [O, N] float32, or None.
+        lora_product: name → what LoRA adds to the layer's weight, [O, N] float32, or None. It is
+        overwritten.
         When it raises, some weights are gone: make_room() and all weights must come again.
         """
         self.keeps_weights = not self.in_place
         for name, layer, weights, copies in self._layers:
             # Layer by layer: only one has both its weight and its copy in memory.
             copies.take_back()
-            lora_ON = added(name)
-            quantized, scale = quantize_rows(
-                layer.weight if lora_ON is None else lora_ON.add_(layer.weight)
-            )
+            weight_ON = layer.weight
+            product_ON = lora_product(name)
+            if product_ON is not None:
+                weight_ON = product_ON.add_(weight_ON)
+            quantized, scale = quantize_rows(weight_ON)
             layer.fp8_weight.copy_(quantized)
             layer.fp8_scale.copy_(scale.T)
             if self.in_place:

@@ -119,7 +119,7 @@ class PolicyLora(DiffusionLoRAManager):
                 tensors[name + LORA_B] = layer.lora_b_stacked[served.shard][SLOT, 0]
         return tensors
 
-    def added(self, module: str) -> Tensor | None:
+    def product(self, module: str) -> Tensor | None:
         """Return what LoRA adds to a served module's weight, [O, N] float32; None for nothing.
 
         A tensor-parallel worker gets its part, as its weight is one.

@@ -52,6 +52,19 @@ def test_copies_follow_the_weights_when_told() -> None:
     assert dict(layer.named_parameters()).keys() == {"weight", "bias"} == layer.state_dict().keys()
 
 
+def test_lora_is_added_in_float32() -> None:
+    layer = nn.Linear(32, 48, bias=False, dtype=torch.bfloat16)
+    product_ON = torch.randn(48, 32) / 4
+    linears = Fp8Linears({"a": layer, "b": nn.Linear(32, 48, dtype=torch.bfloat16)})
+    linears.refresh({"a": product_ON.clone(), "b": None}.__getitem__)
+    exact = layer.weight.float() + product_ON
+    quantized, scale_O1 = quantize_rows(exact)
+    assert torch.equal(layer.fp8_weight.float(), quantized.float())
+    assert torch.equal(layer.fp8_scale, scale_O1.T)
+    rounded, _ = quantize_rows(exact.bfloat16())
+    assert not torch.equal(rounded.float(), quantized.float())
+
+
 def _sizes(layer: nn.Linear) -> list[int]:
     """Bytes of a weight, of its copy and of the copy's scales."""
     return [
