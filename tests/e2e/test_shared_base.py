@@ -26,9 +26,10 @@ from megadiff.sync.sync import WeightSync
 from megadiff.sync.transports.base import HttpTransport
 from megadiff.sync.transports.shared_memory import FOLDER, PREFIX
 from megadiff.tensors.manifest import folder_manifest
-from megadiff.types import DTYPES
+from megadiff.types import DTYPES, LoraSpec, Tensors
 from tests.e2e.conftest import GATED
 from tests.e2e.servers import start_replicas, stop
+from tests.lora_tensors import linears, random_lora
 from tests.meshes import one_rank_mesh
 
 KEYS = (
@@ -143,7 +144,8 @@ def _check_maps(seen: list[dict]) -> None:
 class BaseSource:
     """An engine whose weights are a shared base."""
 
-    lora = None
+    lora: LoraSpec | None = None
+    adapter: Tensors = {}
 
     def __init__(self, base: SharedBase) -> None:
         self.base = base
@@ -151,6 +153,9 @@ class BaseSource:
 
     def named_weights(self, bucket_bytes: int, components: object):
         yield [(f"transformer.{name}", tensor) for name, tensor in self.base.tensors.items()]
+
+    def named_lora(self, bucket_bytes: int, components: object):
+        yield list(self.adapter.items())
 
     def mark_pushed(self) -> None:
         self.changed = set()
@@ -198,8 +203,9 @@ def _map_and_sleep(client: ReplicaClient, model: Path, *, dtype: str) -> list[di
     for name, tensor in tensors.items():
         base.tensors[name].copy_(tensor)
     manifest = folder_manifest(model, ("transformer",), dtype=dtype)
+    source = BaseSource(base)
     sync = WeightSync(
-        BaseSource(base),
+        source,
         HttpTransport([client]),
         manifest,
         boxes={"replica_0": [{}]},
@@ -224,6 +230,18 @@ def _map_and_sleep(client: ReplicaClient, model: Path, *, dtype: str) -> list[di
     sync.wake()
     assert sync.push(1)["sync/gib"] == 0
     assert _image(client).json()["data"] == drawn.json()["data"]
+
+    named = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+    source.lora = LoraSpec(rank=2, alpha=4.0, modules=linears(named))
+    source.adapter = random_lora(named, source.lora)
+    source.changed = {"transformer"}
+    sync.push(1)
+    with_lora = _image(client).json()["data"]
+    assert with_lora != drawn.json()["data"]
+    client.sleep()
+    sync.wake()
+    sync.push(1)
+    assert _image(client).json()["data"] == with_lora
 
     base.tensors[SPOILED].view(torch.uint8)[3, 2] ^= 1
     sync.wake()
