@@ -82,13 +82,10 @@ def test_the_copies_hold_the_lora(client: ReplicaClient, tiny_model: Path, in_pl
     """
     loaded = folder_weights(tiny_model, ("transformer",))
     # multiples of 1/64, LoRA's products of 1/32: their sums are exact in bfloat16
-    weights = {name: _multiples(tensor, 1 / 64) for name, tensor in loaded.items()}
+    weights = _multiples(loaded, 1 / 64)
     modules = linears(weights)
     specs = [LoraSpec(rank=2, alpha=4.0, modules=some) for some in (modules, modules[::2])]
-    loras = [
-        {name: _multiples(t, 1 / 8) for name, t in random_lora(weights, spec).items()}
-        for spec in specs
-    ]
+    loras = [_multiples(random_lora(weights, spec), 1 / 8) for spec in specs]
 
     drawn = []
     for version, (spec, lora) in enumerate(zip(specs, loras, strict=True)):
@@ -116,9 +113,9 @@ def test_the_copies_follow_a_lora_that_travels_alone(
 ) -> None:
     """As in every step: values change under an equal spec. At the end there is no LoRA."""
     loaded = folder_weights(tiny_model, ("transformer",))
-    weights = {name: _multiples(tensor, 1 / 64) for name, tensor in loaded.items()}
+    weights = _multiples(loaded, 1 / 64)
     spec = LoraSpec(rank=2, alpha=4.0, modules=linears(weights))
-    lora = {name: _multiples(t, 1 / 8) for name, t in random_lora(weights, spec).items()}
+    lora = _multiples(random_lora(weights, spec), 1 / 8)
     half = {name: t / 2 if "lora_B" in name else t for name, t in lora.items()}
     base = folder_manifest(tiny_model, ("transformer",), dtype="bfloat16")
 
@@ -138,5 +135,9 @@ def test_the_copies_follow_a_lora_that_travels_alone(
     assert torch.equal(client.generate(REQUEST).latents_GSLC, drawn)
 
 
-def _multiples(tensor: torch.Tensor, unit: float) -> torch.Tensor:
-    return ((tensor / unit).round() * unit).clamp(-1, 1).bfloat16()
+def _multiples(tensors: Tensors, unit: float) -> Tensors:
+    """Return them in bfloat16, rounded to multiples of a unit, from -1 to 1."""
+    return {
+        name: ((tensor / unit).round() * unit).clamp(-1, 1).bfloat16()
+        for name, tensor in tensors.items()
+    }

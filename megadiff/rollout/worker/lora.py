@@ -128,12 +128,9 @@ class PolicyLora(DiffusionLoRAManager):
         if layer is None or not any(layer._diffusion_lora_active_slices):
             return None
 
-        parts = []
-        for shard, is_bound in enumerate(layer._diffusion_lora_active_slices):
-            a_RN = layer.lora_a_stacked[shard][SLOT, 0].float()
-            b_OR = layer.lora_b_stacked[shard][SLOT, 0].float()
-            parts.append(b_OR @ a_RN if is_bound else a_RN.new_zeros(len(b_OR), a_RN.shape[1]))
-        return torch.cat(parts)
+        # shards without LoRA hold zeros: set_lora() resets all of a layer's first
+        pairs = zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
+        return torch.cat([b[SLOT, 0].float() @ a[SLOT, 0].float() for a, b in pairs])
 
     def bound_modules(self, *, places: ServedPlaces) -> list[str]:
         """Return the modules that compute with a LoRA, with their component, sorted.
