@@ -10,11 +10,12 @@ and stops it once --steps steps after --warmup are logged. A model folder that h
 (assets/qwen_image) is first filled with random weights in --scratch; --layers and --text-layers
 make it smaller. --rank-of N runs on one GPU as the first of N, without the links between them and
 with a replica of its own (one_rank_train.py): seconds and memory before there are N GPUs, for FSDP2
-over dp. Prints a table and one JSON object: medians of every stage, samples/s, TFLOP/s a
-GPU of rollout and training (the model's own FLOPs: recomputation is not counted) and their share of
---peak-tflops, where a side multiplies in FP8 of --peak-fp8-tflops as well, peak memory of every
-phase beside what `megadiff plan` says of this config, parity gap, hardware, versions. Without a GPU
-it runs on the CPU. Exit codes: 0 done; 1 the run failed, or was not done after --timeout-s; 2
+over dp. --hold leaves as much memory free as --gpu has, so that a larger GPU shows whether the run
+fits that one; its seconds are the larger one's. Prints a table and one JSON object: medians of
+every stage, samples/s, TFLOP/s a GPU of rollout and training (the model's own FLOPs: recomputation
+is not counted) and their share of --peak-tflops, where a side multiplies in FP8 of
+--peak-fp8-tflops as well, peak memory of every phase beside what `megadiff plan` says of this
+config, parity gap, hardware, versions. Without a GPU it runs on the CPU. Exit codes: 0 done; 1 the run failed, or was not done after --timeout-s; 2
 something asked for is wrong; 143 SIGTERM. With 1 and 143 the steps that were logged and the ends of
 all logs are shown, and nothing that was started is left running. What the run trained is not saved.
 """
@@ -31,11 +32,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import psutil
 from bench_machine import add_depths, machine, tool_parser
+from held_memory import hold_all_but
 from one_rank import check_alone
 from step_figures import figures, memory_gib, planned_gib, table
 
@@ -54,6 +56,7 @@ ALONE = (  # nothing is recorded beside the steps
     "checkpoint.every=0",
     "checkpoint.resume=never",
 )
+GAP = "policy/log_prob_gap_mean"
 POLL_S = 0.1
 GRACE_S = AGAIN_S + 1.0
 STOP_S = 60.0
@@ -83,7 +86,10 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
     if options.rank_of:
         sizes = {"--gpus": options.gpus, "sp": config.parallel.sp, "tp": config.parallel.tp}
         check_alone(options.rank_of, config.engine.backend, sizes)
-    with tempfile.TemporaryDirectory(prefix="bench_step_", dir=options.scratch) as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="bench_step_", dir=options.scratch) as scratch,
+        _held(options) as held_gib,
+    ):
         model, made = _model(config, options, Path(scratch))
         config.model.path = str(model)
         planned = planned_gib(config, options)
@@ -111,17 +117,26 @@ def _bench(options: argparse.Namespace, arguments: list[str], *, command: str) -
             "start_s": round(seconds - sum(row["time/step_s"] for row in rows), 1),
             **made,
             **figures(rows[options.warmup :], config, model_folder=model, options=options),
-            "memory_gib": memory_gib(rows, planned, warmup=options.warmup),
+            "memory_gib": memory_gib(rows, planned, warmup=options.warmup, held_gib=held_gib),
+            "held_gib": held_gib,
             # of every step: which are slow, and to compare runs bit for bit
             "steps_s": [round(row["time/step_s"], 3) for row in rows],
             "losses": [row["loss/policy"] for row in rows if "loss/policy" in row],
             "grad_norms": [row["optim/grad_norm"] for row in rows],
+            "log_prob_gaps": [row[GAP] for row in rows if GAP in row],
             "parity": {key: value for key, value in rows[0].items() if key.startswith("parity/")},
         }
     if options.out:
         options.out.write_text(json.dumps(report, indent=1))
     sys.stdout.write(table(report) + json.dumps(report) + "\n")
     return 0
+
+
+def _held(options: argparse.Namespace) -> AbstractContextManager[float]:
+    """Return what holds memory of the GPUs, and gives its GiB."""
+    if not options.hold:
+        return nullcontext(0.0)
+    return hold_all_but(USABLE_GIB[options.gpu], num_gpus=options.gpus)
 
 
 def _model(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[Path, dict]:
@@ -263,6 +278,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--gpu", choices=sorted(USABLE_GIB), default="h200", help="that memory is planned for"
+    )
+    parser.add_argument(
+        "--hold", action="store_true", help="hold what a larger GPU has more than --gpu"
     )
     parser.add_argument(
         "--peak-tflops",

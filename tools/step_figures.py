@@ -89,18 +89,19 @@ def num_ranks(options: argparse.Namespace) -> int:
 
 
 def memory_gib(
-    rows: list[dict], planned: dict[str, float], *, warmup: int
+    rows: list[dict], planned: dict[str, float], *, warmup: int, held_gib: float = 0.0
 ) -> dict[str, dict[str, float]]:
     """Return phase → measured and planned GiB, each where it is known; {} on a CPU.
 
-    Measured is of the fullest GPU, all processes, after the warmup; the gate is before it.
+    Measured is of the fullest GPU, all processes but what --hold held, after the warmup; the gate
+    is before it.
     """
     found: dict[str, dict[str, float]] = {}
     for phase, name in PLANNED.items():
         first, key = 0 if phase == "parity" else warmup, phase_key(phase)
         seen = [row[key] for row in rows[first:] if row.get(key)]
         if seen:
-            found[phase] = {"measured": max(seen)}
+            found[phase] = {"measured": max(seen) - held_gib}
             if name in planned:
                 found[phase]["planned"] = planned[name]
     return found

@@ -77,10 +77,12 @@ def sum_steps(
     if inputs.rollout_log_prob_B is not None:
         # truncated importance sampling between a replica's arithmetic and the trainer's;
         # arXiv 2110.00641 splits the two policies
-        ratio_B = torch.exp(steps.old_log_prob_B - inputs.rollout_log_prob_B)
-        importance_B = ratio_B.clamp(max=IMPORTANCE_CAP)
+        gap_B = steps.old_log_prob_B - inputs.rollout_log_prob_B
+        importance_B = gap_B.exp().clamp(max=IMPORTANCE_CAP)
         loss_B = loss_B * importance_B
         figures["policy/importance_mean"] = importance_B
+        # the mean of weights is near 1 also where gaps of both signs are large
+        figures["policy/log_prob_gap_mean"] = gap_B.abs()
 
     if step_weight == "level":
         low, high = inputs.sampling.sde_window_range

@@ -74,7 +74,9 @@ def test_importance_weighs_the_policy_gradient_alone():
         policy + 0.04 * plain.sums["policy/kl_ref"].item(), abs=1e-5
     )
     assert output.sums["policy/importance_mean"].item() == pytest.approx(3.5)
-    assert "policy/importance_mean" not in plain.sums
+    gaps = output.sums["policy/log_prob_gap_mean"].item()
+    assert gaps == pytest.approx(2 * math.log(2), abs=1e-5)  # the signs of the two do not cancel
+    assert not {"policy/importance_mean", "policy/log_prob_gap_mean"} & set(plain.sums)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.04])
