@@ -80,9 +80,7 @@ def sum_steps(
         gap_B = steps.old_log_prob_B - inputs.rollout_log_prob_B
         importance_B = gap_B.exp().clamp(max=IMPORTANCE_CAP)
         loss_B = loss_B * importance_B
-        figures["policy/importance_mean"] = importance_B
-        # the mean of weights is near 1 also where gaps of both signs are large
-        figures["policy/log_prob_gap_mean"] = gap_B.abs()
+        figures |= {"policy/importance_mean": importance_B, "policy/log_prob_gap_mean": gap_B.abs()}
 
     if step_weight == "level":
         low, high = inputs.sampling.sde_window_range

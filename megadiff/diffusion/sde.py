@@ -119,6 +119,19 @@ def log_prob(step: SdeStep, prev_sample_BLC: Tensor, mean_BLC: Tensor) -> Tensor
     return -error_B / (2 * std_B**2) - torch.log(std_B) - 0.5 * math.log(2 * math.pi)
 
 
+def velocity_weight(step: SdeStep) -> Tensor:
+    """Return how much an error of a velocity counts in log_prob, [B], beside other steps.
+
+    A mean that is off by e moves the log density of what the policy drew by mean(noise · e) / std.
+    That of flow_cps, which has no variance, it moves by 2 · std · mean(noise · e).
+    """
+    zero_B11 = torch.zeros_like(step.sigma_B)[:, None, None]
+    at_zero_B11, at_one_B11 = (step_mean(step, zero_B11, zero_B11 + v) for v in (0.0, 1.0))
+    moved_B = (at_one_B11 - at_zero_B11).abs().flatten()  # the mean is linear in the velocity
+    std_B = injected_std(step)
+    return 2 * std_B * moved_B if step.sampling.sde_type == "flow_cps" else moved_B / std_B
+
+
 def sde_step(
     step: SdeStep,
     latents_BLC: Tensor,

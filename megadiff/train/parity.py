@@ -161,12 +161,15 @@ def recomputes(gaps: Figures, algorithm: AlgorithmConfig, *, before: bool) -> bo
 
 
 def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, Sampling]:
-    """Return component → the sampling with its window among the component's own steps.
+    """Return component → the sampling with a window among the component's own steps.
 
     Those are the ones that the run's windows may cover; all of them where the windows leave the
-    component out. A component that can have no stochastic step is absent.
+    component out. The window lies where an error of the velocity counts most, so that the gate sees
+    the largest gap of training: on an H200 log_probs were 2.7 times as far apart at the end of
+    [0, 5) as at its start. A component that can have no stochastic step is absent.
     """
     low, high = sampling.sde_window_range
+    schedule = adapter.schedule(sampling)
     samplings = {}
 
     for component, steps in component_steps(adapter, sampling).items():
@@ -176,8 +179,12 @@ def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, 
         if steps:
             # a run without stochastic steps is checked by two of them
             size = min(sampling.sde_window_size or 2, len(steps))
-            within = (steps[0], steps[-1] + 1)
-            samplings[component] = replace(sampling, sde_window_size=size, sde_window_range=within)
+            step = sde.SdeStep(sampling, schedule, schedule[steps], schedule[1:][steps])
+            weights = sde.velocity_weight(step).unfold(0, size, 1).sum(1)
+            start = steps[int(weights.argmax())]
+            samplings[component] = replace(
+                sampling, sde_window_size=size, sde_window_range=(start, start + size)
+            )
 
     return samplings
 

@@ -73,6 +73,19 @@ def test_log_prob_is_that_of_the_stored_sample(sde_type):
     assert not torch.equal(unrounded, log_prob)
 
 
+@pytest.mark.parametrize("sde_type", STOCHASTIC)
+def test_velocity_weight_is_the_gradient_of_log_prob(sde_type):
+    x, v, noise = _tensors()
+    step = _step(sde_type, SCHEDULE[1:4], SCHEDULE[2:5])
+    v.requires_grad_()
+    mean = sde.step_mean(step, x, v)
+    prev = (mean + sde.injected_std(step)[:, None, None] * noise).detach()
+    (gradient,) = torch.autograd.grad(sde.log_prob(step, prev, mean).sum(), v)
+    # each element of the gradient is noise · weight / their number
+    weights = gradient.norm(dim=(1, 2)) / noise.norm(dim=(1, 2)) * noise[0].numel()
+    torch.testing.assert_close(sde.velocity_weight(step), weights)
+
+
 def test_noise_of_zero_scale_is_the_ode():
     x, v, _ = _tensors()
     sigma, sigma_next = SCHEDULE[1].expand(3), SCHEDULE[2].expand(3)
