@@ -15,9 +15,11 @@ fits that one; its seconds are the larger one's. Prints a table and one JSON obj
 every stage, samples/s, TFLOP/s a GPU of rollout and training (the model's own FLOPs: recomputation
 is not counted) and their share of --peak-tflops, where a side multiplies in FP8 of
 --peak-fp8-tflops as well, peak memory of every phase beside what `megadiff plan` says of this
-config, parity gap, hardware, versions. Without a GPU it runs on the CPU. Exit codes: 0 done; 1 the run failed, or was not done after --timeout-s; 2
-something asked for is wrong; 143 SIGTERM. With 1 and 143 the steps that were logged and the ends of
-all logs are shown, and nothing that was started is left running. What the run trained is not saved.
+config, parity gap, hardware, versions. Without a GPU it runs on the CPU.
+
+Exit codes: 0 done; 1 the run failed, or was not done after --timeout-s; 2 something asked for is
+wrong; 143 SIGTERM. With 1 and 143 the steps that were logged and the ends of all logs are shown,
+and nothing that was started is left running. What the run trained is not saved.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megadiff.process.words import counted
+
 GIB = 2**30
 
 
@@ -20,7 +22,7 @@ def hold_all_but(gib: float, *, num_gpus: int) -> Iterator[float]:
     """
     if torch.cuda.device_count() < num_gpus:
         raise ValueError(
-            f"--hold needs {num_gpus} GPUs, but {torch.cuda.device_count()} are visible; give "
+            f"--hold needs {counted(num_gpus, 'GPU')}, found {torch.cuda.device_count()}; give "
             "--gpus as many, or leave --hold out"
         )
     held = [_hold(index, gib) for index in range(num_gpus)]
