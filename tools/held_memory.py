@@ -18,7 +18,8 @@ def hold_all_but(gib: float, *, num_gpus: int) -> Iterator[float]:
     """Leave `gib` of each of the first GPUs free; give the GiB that are taken of the fullest.
 
     A run that fits beside it fits a GPU of that size: its contexts, allocators and libraries all
-    count, and those of this process do not. Raises ValueError where a GPU has less than that free.
+    count, and those of this process do not. What a run decides by its GPU's size it decides by the
+    larger one's. Raises ValueError where a GPU has less than that free.
     """
     if torch.cuda.device_count() < num_gpus:
         raise ValueError(

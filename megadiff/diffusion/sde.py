@@ -120,7 +120,7 @@ def log_prob(step: SdeStep, prev_sample_BLC: Tensor, mean_BLC: Tensor) -> Tensor
 
 
 def velocity_weight(step: SdeStep) -> Tensor:
-    """Return how much an error of a velocity counts in log_prob, [B], beside other steps.
+    """Return how much an error of a velocity counts in log_prob, [B], relative to other steps.
 
     A mean that is off by e moves the log density of what the policy drew by mean(noise · e) / std.
     That of flow_cps, which has no variance, it moves by 2 · std · mean(noise · e).

@@ -27,7 +27,7 @@ from megadiff.process.words import counted
 from megadiff.rollout.client.fleet import Fleet
 from megadiff.train.components import component_steps
 from megadiff.train.log_probs import log_probs
-from megadiff.train.probe import Call
+from megadiff.train.probe import Call, at_largest_weight
 from megadiff.train.rows import to_train_batch
 from megadiff.train.run_replicas import RunReplicas
 from megadiff.train.sampling import broadcast_groups, for_replica, group_requests, sampling_of
@@ -93,7 +93,10 @@ def check(
     for turn, (component, sampling), call in itertools.product(turns, samplings.items(), calls):
         # every rank makes equally many calls: some replicas may answer twice
         replica = checked[turn % num_replicas]
-        groups = _sample(fleet, replica, call, sampling, engine=engine, step=step)
+        drawn = sampling
+        if not call.is_unlike:
+            drawn = at_largest_weight(sampling, engine.adapter.schedule(sampling))
+        groups = _sample(fleet, replica, call, drawn, engine=engine, step=step)
         replicas.trim()  # the trainer's forwards need what sampling took
 
         for index, row in enumerate(_gaps(engine, groups, call, step=step)):
@@ -161,15 +164,12 @@ def recomputes(gaps: Figures, algorithm: AlgorithmConfig, *, before: bool) -> bo
 
 
 def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, Sampling]:
-    """Return component → the sampling with a window among the component's own steps.
+    """Return component → the sampling with its window among the component's own steps.
 
     Those are the ones that the run's windows may cover; all of them where the windows leave the
-    component out. The window lies where an error of the velocity counts most, so that the gate sees
-    the largest gap of training: on an H200 log_probs were 2.7 times as far apart at the end of
-    [0, 5) as at its start. A component that can have no stochastic step is absent.
+    component out. A component that can have no stochastic step is absent.
     """
     low, high = sampling.sde_window_range
-    schedule = adapter.schedule(sampling)
     samplings = {}
 
     for component, steps in component_steps(adapter, sampling).items():
@@ -179,12 +179,8 @@ def component_samplings(adapter: ModelAdapter, sampling: Sampling) -> dict[str, 
         if steps:
             # a run without stochastic steps is checked by two of them
             size = min(sampling.sde_window_size or 2, len(steps))
-            step = sde.SdeStep(sampling, schedule, schedule[steps], schedule[1:][steps])
-            weights = sde.velocity_weight(step).unfold(0, size, 1).sum(1)
-            start = steps[int(weights.argmax())]
-            samplings[component] = replace(
-                sampling, sde_window_size=size, sde_window_range=(start, start + size)
-            )
+            within = (steps[0], steps[-1] + 1)
+            samplings[component] = replace(sampling, sde_window_size=size, sde_window_range=within)
 
     return samplings
 

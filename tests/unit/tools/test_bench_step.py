@@ -119,6 +119,8 @@ def test_memory_of_each_phase_stands_beside_what_was_planned(tiny_model):
     ]
     found = step_figures.memory_gib(rows, {"update": 4.0, "rollout": 1.0}, warmup=1)
     assert found == {"parity": {"measured": 7.0}, "train": {"measured": 5.0, "planned": 4.0}}
+    beside = step_figures.memory_gib(rows, {}, warmup=1, held_gib=1.5)
+    assert beside == {"parity": {"measured": 5.5}, "train": {"measured": 3.5}}
     seconds = {"time/step_s": 2.0}
     rates = {"tflops_per_gpu": {"train": 380.0}, "mfu": {"train": 0.5}, "peak_tflops": 761.0}
     sizes = {

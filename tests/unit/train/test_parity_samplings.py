@@ -1,4 +1,4 @@
-"""The gate draws every component, whatever the run's windows cover, where a gap is largest."""
+"""The gate draws every component, whatever the run's windows cover."""
 
 from types import SimpleNamespace
 
@@ -22,15 +22,15 @@ def adapter(boundary: float | None):
 @pytest.mark.parametrize(
     ("boundary", "window", "size", "expected"),
     [
-        (None, (0, 5), 2, {"transformer": ((3, 5), 2)}),
-        (None, (1, 4), 2, {"transformer": ((2, 4), 2)}),
-        (None, (1, 4), 0, {"transformer": ((2, 4), 2)}),  # also of a run without windows
-        (0.875, (0, 5), 2, {"transformer": ((1, 3), 2), "transformer_2": ((3, 5), 2)}),
+        (None, (0, 5), 2, {"transformer": ((0, 5), 2)}),
+        (None, (1, 4), 2, {"transformer": ((1, 4), 2)}),
+        (None, (1, 4), 0, {"transformer": ((1, 4), 2)}),  # also of a run without windows
+        (0.875, (0, 5), 2, {"transformer": ((0, 3), 2), "transformer_2": ((3, 5), 2)}),
         (0.875, (1, 4), 3, {"transformer": ((1, 3), 2), "transformer_2": ((3, 4), 1)}),
         # trained or not
-        (0.875, (0, 3), 2, {"transformer": ((1, 3), 2), "transformer_2": ((3, 5), 2)}),
+        (0.875, (0, 3), 2, {"transformer": ((0, 3), 2), "transformer_2": ((3, 5), 2)}),
         # the other has the last step alone, which is never stochastic
-        (0.5, (0, 5), 2, {"transformer": ((3, 5), 2)}),
+        (0.5, (0, 5), 2, {"transformer": ((0, 5), 2)}),
     ],
 )
 def test_windows_of_each_component(boundary, window, size, expected):

@@ -1,10 +1,11 @@
 """What the parity gate asks for: groups that no pipeline can take for one another."""
 
 import pytest
+import torch
 
 from megadiff.config.schema import AlgorithmConfig, Config, RolloutConfig
-from megadiff.train.probe import TEXTS, own_size, unlike_prompts, unlike_size
-from megadiff.types import Prompt
+from megadiff.train.probe import TEXTS, at_largest_weight, own_size, unlike_prompts, unlike_size
+from megadiff.types import Prompt, Sampling
 
 PROMPT = Prompt(text="a red cat", id="00" * 8, fields={"color": "red"})
 
@@ -55,3 +56,27 @@ def test_calls_are_no_larger_than_the_runs(batch_size, group_size, own, unlike):
     assert unlike[0] <= 1 + len(TEXTS)
     settings.train.microbatch_size = 2
     assert own_size(settings) == (own[0], 2)
+
+
+@pytest.mark.parametrize(
+    ("sde_type", "within", "size", "expected"),
+    [
+        ("flow_sde", (0, 9), 2, (7, 9)),  # the less noise, the more an error counts
+        ("flow_sde", (0, 5), 2, (3, 5)),
+        ("flow_sde", (2, 4), 2, (2, 4)),
+        ("dance_sde", (0, 5), 3, (2, 5)),
+        ("flow_cps", (0, 9), 2, (2, 4)),  # without a variance: where noise and error are large
+    ],
+)
+def test_the_runs_own_call_is_drawn_where_an_error_counts_most(sde_type, within, size, expected):
+    sampling = Sampling(
+        height=64,
+        width=64,
+        num_inference_steps=10,
+        sde_type=sde_type,
+        sde_window_size=size,
+        sde_window_range=within,
+    )
+    drawn = at_largest_weight(sampling, torch.linspace(1, 0, 11))
+    assert drawn.sde_window_range == expected
+    assert drawn.sde_window_size == size
