@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megadiff.observe.device_memory import GIB
 from megadiff.process.words import counted
-
-GIB = 2**30
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import bench_step
 import held_memory
 import pytest
 
-GIB = 2**30
+from megadiff.observe.device_memory import GIB
 
 
 @pytest.fixture
